@@ -1,0 +1,203 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of a block drafter and its LiLiCorr head, and the reading of other projects' config files."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+
+# Our flat field for each key that serving engines nest under `dflash_config`.
+SERVED_HEAD_FIELDS = {
+    "lilicorr_candidate_topk": "candidate_topk",
+    "lilicorr_hidden_size": "head_hidden_size",
+    "lilicorr_num_layers": "head_num_layers",
+    "lilicorr_num_heads": "head_num_heads",
+    "lilicorr_mlp_ratio": "head_mlp_ratio",
+    "lilicorr_factor_dim": "factor_dim",
+    "lilicorr_vector_eps": "vector_eps",
+    "lilicorr_logit_scale": "logit_scale",
+}
+SERVED_DRAFTER_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+# They change the scores but not a single tensor shape, so a wrong default would never be noticed.
+SCORE_FIELDS = ("vector_eps", "logit_scale")
+
+
+def capture_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """Decoder layers of the target whose outputs feed the drafter, counted from 0 (DFlash, section 3).
+
+    Args:
+        num_target_layers (`int`): decoder layers of the target, `n`.
+        num_taps (`int`): layers to capture, `L`; `id_i = round(1 + i (n - 4) / (L - 1))`, half to even.
+    """
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    first, last = min(1, num_target_layers - 1), max(1, num_target_layers - 3)
+    return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
+
+
+@strict
+class LiLiCorrConfig(Qwen3Config):
+    r"""
+    Configuration of a [`DFlashModel`] drafter and, for a [`LiLiCorrDraftModel`], of its head. The defaults are the
+    paper's drafter for Qwen3-8B, except `mask_token_id`, which every checkpoint has to choose. Fields not listed are
+    those of [`Qwen3Config`] and describe the drafter's own layers; `vocab_size` and `hidden_size` equal the target's.
+
+    Args:
+        block_size (`int`): positions of a block, `B`: the anchor and `B - 1` slots.
+        mask_token_id (`int`): token that stands for a slot still to be drafted; a row of the target's embedding.
+        target_layer_ids (`list[int]`): tapped decoder layers of the target, from 0; the state is the layer's output.
+        num_target_layers (`int`): decoder layers of the target.
+        target_name_or_path (`str`): the target the drafter was trained for.
+        candidate_topk (`int`): candidates kept per slot, `K`.
+        head_hidden_size (`int`): width of the head, `H`; 0 stands for `hidden_size`.
+        head_num_layers (`int`): lattice attention layers.
+        head_num_heads (`int`): their attention heads.
+        head_mlp_ratio (`float`): width of their MLP over `H`.
+        factor_dim (`int`): dimension of the in and out vectors, `E`.
+        vector_eps (`float`): smallest norm the in and out vectors are divided by.
+        logit_scale (`float`): scale of a cosine in the scores, `sigma` in equation 1 of the paper.
+
+    Raises:
+        `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
+    """
+
+    model_type = "lilicorr"
+    default_theta = 1_000_000.0
+
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 40960
+
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int = 36
+    target_name_or_path: str | None = None
+
+    candidate_topk: int = 8
+    head_hidden_size: int = 1024
+    head_num_layers: int = 2
+    head_num_heads: int = 8
+    head_mlp_ratio: float | int = 2.0
+    factor_dim: int = 1024
+    vector_eps: float = 1e-4
+    logit_scale: float | int = 8.0
+
+    def __post_init__(self, **kwargs):
+        if self.target_layer_ids is None:
+            self.target_layer_ids = capture_layer_ids(self.num_target_layers, self.num_hidden_layers)
+        if self.head_hidden_size == 0:
+            self.head_hidden_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block, `S = B - 1`; the anchor is not one."""
+        return self.block_size - 1
+
+    def validate_block(self):
+        if self.block_size < 2:
+            raise ValueError(f"`block_size` counts the anchor and must be at least 2, got {self.block_size}.")
+        if not 1 <= self.candidate_topk <= self.vocab_size:
+            raise ValueError(f"`candidate_topk` must lie in [1, {self.vocab_size}], got {self.candidate_topk}.")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` {self.mask_token_id} is outside the target's embedding table of {self.vocab_size} "
+                "rows. Choose an unused token of the target's vocabulary."
+            )
+
+    def validate_taps(self):
+        ids, n = self.target_layer_ids, self.num_target_layers
+        if len(set(ids)) != len(ids):
+            raise ValueError(
+                f"`target_layer_ids` {ids} repeat a layer: a target of {n} layers is too shallow for {len(ids)} taps. "
+                "Use fewer drafter layers or give distinct ids."
+            )
+        if not ids or min(ids) < 0 or max(ids) > n - 2:
+            raise ValueError(
+                f"`target_layer_ids` {ids} must lie in [0, {n - 2}] for a target of {n} layers; the output of its last "
+                f"layer, {n - 1}, is only available after the final norm."
+            )
+
+    def validate_layers(self):
+        if self.head_hidden_size % self.head_num_heads:
+            raise ValueError(
+                f"`head_hidden_size` {self.head_hidden_size} is not a multiple of `head_num_heads` "
+                f"{self.head_num_heads}."
+            )
+        if set(self.layer_types) != {"full_attention"}:
+            raise ValueError(
+                f"Only `full_attention` drafter layers are supported, got `layer_types` {self.layer_types}."
+            )
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        return flatten_config(config_dict), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        return super().from_dict(flatten_config(config_dict), **kwargs)
+
+
+def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Any DFlash or LiLiCorr `config.json` as the keyword arguments of [`LiLiCorrConfig`]; ours come back unchanged.
+
+    Served checkpoints say `model_type: qwen3` and nest the block fields under `dflash_config`; older ones put them at
+    the top level, and write `rope_theta` or `rope_parameters`.
+
+    Raises:
+        `ValueError`: for variants that would decode wrongly without an error, and for scores left to a default.
+    """
+    flat = dict(config_dict)
+    nested = flat.pop("dflash_config", None) or {}
+    refuse_unsupported(nested)
+    for name in SERVED_DRAFTER_FIELDS:
+        if name in nested:
+            flat[name] = nested[name]
+    for served_name, name in SERVED_HEAD_FIELDS.items():
+        if served_name in nested:
+            flat[name] = nested[served_name]
+    if nested or flat.get("model_type") != LiLiCorrConfig.model_type:
+        flat["rope_parameters"] = read_rope(flat)
+    flat["model_type"] = LiLiCorrConfig.model_type
+
+    has_head = "LiLiCorrDraftModel" in (flat.get("architectures") or ()) or nested.get("lilicorr_enabled")
+    unset = [name for name in SCORE_FIELDS if flat.get(name) is None]
+    if has_head and unset:
+        raise ValueError(
+            f"config.json of a LiLiCorr checkpoint does not state {unset}. They change the scores but no tensor shape, so "
+            "they are never guessed: add the values the head was trained with."
+        )
+    return flat
+
+
+def refuse_unsupported(dflash_config: dict[str, Any]) -> None:
+    """Raises for a served drafter whose computation differs from [`DFlashModel`]'s."""
+    projector = dflash_config.get("projector_type")
+    if projector not in (None, "dflash", "lilicorr"):
+        raise ValueError(f"`projector_type` {projector!r} is not supported; supported are 'dflash' and 'lilicorr'.")
+    if dflash_config.get("causal"):
+        raise ValueError("Causal draft attention (`causal: true`) is not supported; blocks are bidirectional.")
+    conv = [name for name in ("conv_kernel_size", "conv_group_size") if dflash_config.get(name) is not None]
+    if conv:
+        raise ValueError(f"The convolutional variant is not supported: the checkpoint sets {conv}.")
+
+
+def read_rope(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of a foreign config, popped from wherever it keeps them; a wrong base only costs acceptance."""
+    legacy, theta = config_dict.pop("rope_scaling", None), config_dict.pop("rope_theta", None)
+    rope = dict(config_dict.get("rope_parameters") or legacy or {"rope_type": "default"})
+    stated = rope.setdefault("rope_theta", theta)
+    if stated is None:
+        raise ValueError(
+            "config.json states neither `rope_theta` nor `rope_parameters.rope_theta`; add the drafter's."
+        )
+    if theta is not None and theta != stated:
+        raise ValueError(f"config.json states two rotary bases: rope_theta {theta}, rope_parameters {stated}.")
+    return rope
+
+
+__all__ = ["LiLiCorrConfig", "capture_layer_ids"]

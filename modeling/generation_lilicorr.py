@@ -1,0 +1,427 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""How a block drafter enters `generate(assistant_model=...)`: the candidate generator, its statistics, and the hook."""
+
+import functools
+import inspect
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DFlashCache
+from transformers.generation import logits_process
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import ModelOutput, logging
+
+from .target_lilicorr import TargetTables, tapped_states
+
+
+if TYPE_CHECKING:
+    from .modeling_dflash import DFlashModel
+
+logger = logging.get_logger(__name__)
+
+TESTED_TRANSFORMERS = "5.24"
+# `generate` fills this in when the caller gave no `num_assistant_tokens`.
+NUM_ASSISTANT_TOKENS_NOT_GIVEN = 20
+
+# Processors whose output depends on nothing but the prefix and the logits, so that asking them about a draft leaves no
+# trace. Only these steer the draft. Any other still decides what the target accepts; warpers are its business alone.
+PREFIX_PROCESSORS = (
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+)
+# They keep state from call to call or run the target themselves: no assistant can be exact with them.
+REFUSED_PROCESSORS = (
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+
+@dataclass
+class BlockRecord:
+    """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds."""
+
+    drafted: int
+    accepted: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class Recording:
+    """Statistics of the `generate` calls made inside [`record`].
+
+    Args:
+        calls (`int`): `generate` calls, each with one prefill pass of the target.
+        blocks (`list[BlockRecord]`): one per target pass after the prefill.
+    """
+
+    calls: int = 0
+    blocks: list[BlockRecord] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted draft tokens of each block, without the bonus token."""
+        return [block.accepted for block in self.blocks]
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens gained per verification, bonus included, prefill not counted; NaN without any."""
+        return sum(self.accepted) / len(self.blocks) + 1 if self.blocks else float("nan")
+
+    @property
+    def target_passes(self) -> int:
+        return self.calls + len(self.blocks)
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(block.draft_seconds for block in self.blocks)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(block.verify_seconds for block in self.blocks)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("lilicorr_recording", default=None)
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Collects statistics of the assisted `generate` calls of this thread (and task) until the block ends.
+
+    Example:
+
+    ```python
+    >>> with record() as r:
+    ...     target.generate(**inputs, assistant_model=assistant)
+    >>> r.tau
+    ```
+    """
+    token = _recording.set(Recording())
+    try:
+        yield _recording.get()
+    finally:
+        _recording.reset(token)
+
+
+class BlockCandidateGenerator(CandidateGenerator):
+    """
+    Drafts for one `generate` call of transformers' assisted decoding loop, and holds all state of that call.
+
+    It returns no logits. The draft is a deterministic function of the prefix, so the loop samples the target and keeps
+    the draft while both agree, which leaves the target's distribution exactly as it is.
+
+    Args:
+        drafter ([`DFlashModel`]): or a model with a head on top.
+        target (`PreTrainedModel`): the model that verifies.
+        generation_config (`GenerationConfig`): of this call.
+        input_ids (`torch.LongTensor` of shape `[1, n]`): the prompt.
+        logits_processor (`LogitsProcessorList`): of this call.
+        model_kwargs (`dict`): the target's forward arguments, its cache among them.
+
+    Raises:
+        `ValueError`: for a batch, a cache that already holds a prefix, or processors that no assistant can serve.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: "DFlashModel",
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **unused,
+    ):
+        drafter.check_target(target)
+        check_call(input_ids, logits_processor or (), model_kwargs or {})
+        self.drafter = drafter
+        self.tables = TargetTables(target)
+        self.cache = DFlashCache(config=drafter.config)
+        self.processors = LogitsProcessorList(p for p in logits_processor or () if isinstance(p, PREFIX_PROCESSORS))
+        self.max_length = generation_config.max_length
+        self.max_drafted = drafter.config.num_slots
+        if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
+            self.max_drafted = min(self.max_drafted, generation_config.num_assistant_tokens)
+        # The caller's own request for all states cannot be narrowed down to ours.
+        taps = [i + 1 for i in drafter.config.target_layer_ids]
+        self.model_kwargs_overrides = {"output_hidden_states": bool(generation_config.output_hidden_states) or taps}
+        self.recording = _recording.get()
+        if self.recording is not None:
+            self.recording.calls += 1
+        self._draft_seconds = self._verify_start = 0.0
+        self._drafted: int | None = None
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any],
+        model_outputs: ModelOutput | None,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, None]:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, n]`): all tokens so far; the last one is the anchor.
+            model_kwargs (`dict`): position ids and attention mask over the `n` tokens, if the target takes them.
+            model_outputs (`ModelOutput`): of the target's last pass.
+            is_first_iteration (`bool`): whether the prompt is still to be read; nothing can be drafted before that.
+            n_last_matches (`int`): draft tokens the last pass accepted.
+
+        Returns:
+            `input_ids` with the draft appended, and `None` for its logits.
+        """
+        budget = min(self.max_drafted, self.max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or budget <= 0:
+            self._drafted = None if is_first_iteration else 0
+            self._draft_seconds, self._verify_start = 0.0, self._now()
+            return input_ids, None
+        start = self._now()
+        rows = None if self.cache.get_seq_length() == 0 else n_last_matches + 1
+        draft_ids = self._draft(input_ids, model_kwargs, model_outputs.hidden_states, rows)[:, :budget]
+        self._drafted = draft_ids.shape[1]
+        self._verify_start = self._now()
+        self._draft_seconds = self._verify_start - start
+        return torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=-1), None
+
+    def _draft(self, input_ids, model_kwargs, hidden_states, rows: int | None) -> torch.LongTensor:
+        """The next block, given the target's states of its last pass; only the first `rows` were accepted."""
+        device = self.drafter.device
+        context = tapped_states(hidden_states, self.drafter.config.target_layer_ids, rows)
+        anchor_ids = input_ids[:, -1:]
+        output = self.drafter.draft(
+            context_states=context,
+            anchor_ids=anchor_ids,
+            position_ids=self._position_ids(model_kwargs, context.shape[1]).to(device),
+            cache=self.cache,
+            tables=self.tables,
+            attention_mask=self._attention_mask(model_kwargs),
+            process=functools.partial(self._process, input_ids) if self.processors else None,
+        )
+        return output.token_ids
+
+    def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.LongTensor:
+        """Positions `[1, rows + B]` of the new context rows and the block; the target's own where it counts them."""
+        positions = model_kwargs.get("position_ids")
+        if positions is None or positions.ndim != 2:
+            seen = self.cache.get_seq_length()
+            context = torch.arange(seen, seen + rows).unsqueeze(0)
+        else:
+            context = positions[:, -rows - 1 : -1]
+        block = torch.arange(1, self.drafter.config.block_size + 1, device=context.device) + context[:, -1:]
+        return torch.cat([context, block], dim=-1)
+
+    def _attention_mask(self, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The target's mask without the anchor, which it has not read, and with the block."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            return None
+        block = mask.new_ones((mask.shape[0], self.drafter.config.block_size))
+        return torch.cat([mask[:, :-1], block], dim=-1).to(self.drafter.device)
+
+    def _process(self, input_ids: torch.LongTensor, drafted: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        return self.processors(torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1), logits)
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Called after each verification with the accepted draft tokens; nothing is adapted, only recorded."""
+        if self.recording is None or self._drafted is None:
+            return
+        verify_seconds = self._now() - self._verify_start
+        self.recording.blocks.append(BlockRecord(self._drafted, int(num_matches), self._draft_seconds, verify_seconds))
+
+    def _now(self) -> float:
+        """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""
+        if self.recording is None:
+            return 0.0
+        if self.drafter.device.type != "cpu":
+            torch.accelerator.synchronize(self.drafter.device)
+        return time.perf_counter()
+
+
+def check_call(input_ids: torch.LongTensor, logits_processor, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a call that the stock assisted loop would decode differently from plain `generate`."""
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"Assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` for "
+            "each row."
+        )
+    for processor in logits_processor:
+        if isinstance(processor, REFUSED_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from token to token and cannot be checked a block at a time. "
+                "Call `generate` without `assistant_model`, or without this processor."
+            )
+    cache = model_kwargs.get("cache")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"The given cache already holds {cache.get_seq_length()} positions, whose hidden states the drafter never "
+            "saw. Pass the whole prompt with an empty cache."
+        )
+
+
+def hook_candidate_generator(original: Callable) -> Callable:
+    """`_get_candidate_generator` that first asks the assistant for its own generator."""
+
+    @functools.wraps(original)
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not drafts_blocks(assistant):
+            return original(self, generation_config, *args, **kwargs)
+        if generation_config.speculation_type is not None:
+            logger.warning_once(
+                f"`speculation_type={generation_config.speculation_type!r}` hands {type(assistant).__name__} to "
+                "transformers' own code, which runs the drafter alone, without a head on top of it."
+            )
+            return original(self, generation_config, *args, **kwargs)
+        return assistant.get_candidate_generator(self, generation_config=generation_config, **kwargs)
+
+    return _get_candidate_generator
+
+
+def hook_validation(original: Callable) -> Callable:
+    """`_validate_generation_mode` that first lets the assistant name a mismatch, before tokenizers are blamed."""
+
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if drafts_blocks(assistant):
+            assistant.check_target(self)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def drafts_blocks(assistant: Any) -> bool:
+    """Whether an assistant brings its own candidate generator. By method, not by class: a Hub copy of this file counts."""
+    return callable(getattr(assistant, "get_candidate_generator", None))
+
+
+WRAPPERS = {"_get_candidate_generator": hook_candidate_generator, "_validate_generation_mode": hook_validation}
+EXPECTED_PARAMETERS = {
+    "_get_candidate_generator": {
+        "generation_config",
+        "input_ids",
+        "logits_processor",
+        "model_kwargs",
+        "assistant_model",
+    },
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+}
+
+
+def check_hook_points(owner: Any) -> None:
+    """Raises if this transformers does not have the two private methods the hook wraps."""
+    for name, expected in EXPECTED_PARAMETERS.items():
+        method = getattr(owner, name, None)
+        if method is None or not expected <= set(inspect.signature(method).parameters):
+            raise RuntimeError(
+                f"transformers {transformers.__version__} has no `GenerationMixin.{name}` that this version of "
+                f"lilicorr_hf knows; it is tested with transformers {TESTED_TRANSFORMERS}. Install that version."
+            )
+
+
+def hooked(owner: Any, name: str) -> Callable | None:
+    """Our wrapper around the method `name` of a class or instance, ours or another copy's, if there is one."""
+    return getattr(getattr(owner, name), "_lilicorr_hook", None)
+
+
+def wrap(owner: Any, name: str) -> Callable:
+    method = WRAPPERS[name](getattr(owner, name))
+    # It points to itself: whoever wraps it with `functools.wraps` copies the mark, but is not what it points to.
+    method._lilicorr_hook = method
+    return method
+
+
+def install_hook() -> None:
+    """Makes `generate(assistant_model=...)` of every model use a block drafter's own candidate generator.
+
+    Importing the package calls it. It wraps two private methods of `GenerationMixin`, once however often and from
+    however many copies of this file it is called; every other assistant goes the way it always went.
+
+    Raises:
+        `RuntimeError`: if this transformers has no such methods, naming the tested versions.
+    """
+    check_hook_points(GenerationMixin)
+    for name in WRAPPERS:
+        if hooked(GenerationMixin, name) is None:
+            setattr(GenerationMixin, name, wrap(GenerationMixin, name))
+
+
+def uninstall_hook() -> None:
+    """Takes [`install_hook`] back.
+
+    Raises:
+        `RuntimeError`: if something else wrapped the same methods since; taking ours out would take that out too.
+    """
+    ours = {name: hook for name in WRAPPERS if (hook := hooked(GenerationMixin, name)) is not None}
+    for name, hook in ours.items():
+        if getattr(GenerationMixin, name) is not hook:
+            raise RuntimeError(f"`GenerationMixin.{name}` was wrapped again after lilicorr_hf; undo that first.")
+    for name, hook in ours.items():
+        setattr(GenerationMixin, name, hook.__wrapped__)
+
+
+class Attachment:
+    """What [`attach`] returns: ends with `detach()` or at the end of a `with` block."""
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = target
+
+    def detach(self) -> None:
+        for name in WRAPPERS:
+            self.target.__dict__.pop(name, None)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.detach()
+
+
+def attach(target: PreTrainedModel, assistant: "DFlashModel") -> Attachment:
+    """Makes `generate(assistant_model=...)` of this one target use block drafters, without the global hook.
+
+    Args:
+        target (`PreTrainedModel`): the instance to wrap.
+        assistant ([`DFlashModel`]): checked against the target at once.
+
+    Raises:
+        `ValueError`: if the two do not fit; see [`check_target`].
+    """
+    assistant.check_target(target)
+    check_hook_points(type(target))
+    for name in WRAPPERS:
+        if hooked(target, name) is None:
+            target.__dict__[name] = types.MethodType(wrap(type(target), name), target)
+    return Attachment(target)
+
+
+__all__ = [
+    "Attachment",
+    "BlockCandidateGenerator",
+    "BlockRecord",
+    "Recording",
+    "attach",
+    "install_hook",
+    "record",
+    "uninstall_hook",
+]

@@ -1,0 +1,281 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""The DFlash block drafter, alone and as the base of every draft method with a head on top of it.
+
+Shapes: `b` batch, `B` block size, `S = B - 1` slots, `V` vocabulary, `M` hidden width of drafter and target, `L` tapped
+target layers, `c` new context rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers.cache_utils import DFlashCache
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.utils import ModelOutput
+
+from .configuration_lilicorr import LiLiCorrConfig
+from .generation_lilicorr import BlockCandidateGenerator, install_hook
+from .lattice_lilicorr import Lattice
+from .target_lilicorr import TargetTables, check_mask_token, check_target
+
+
+DRAFTER_PREFIXES = ("fc.", "hidden_norm.", "layers.", "norm.")
+
+
+@dataclass
+class DFlashOutput(BaseModelOutputWithPast):
+    """
+    Args:
+        last_hidden_state (`torch.Tensor` of shape `[b, B, M]`): post-norm; row 0, the anchor's, predicts nothing.
+        context_hidden_states (`torch.Tensor` of shape `[b, c, M]`): the new context rows after `fc` and `hidden_norm`.
+    """
+
+    context_hidden_states: torch.FloatTensor | None = None
+
+
+@dataclass
+class DraftOutput(ModelOutput):
+    """
+    What every draft method proposes for one block; all that a decoding loop, a benchmark or a picture needs.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `[b, n]`): drafted tokens, `n` at most `S`.
+        parents (`torch.LongTensor` of shape `[b, n]`): each token's predecessor in a tree; `None` for a chain.
+        proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft is
+            a deterministic function of the prefix, in other words a point mass.
+        lattice ([`Lattice`]): the candidates and scores the draft was chosen from, of methods that have them.
+    """
+
+    token_ids: torch.LongTensor | None = None
+    parents: torch.LongTensor | None = None
+    proposal_logits: torch.FloatTensor | None = None
+    lattice: Lattice | None = None
+
+
+class DFlashAttention(Qwen3Attention):
+    """Queries from the block; keys and values from the new context rows, then the block (DFlash, section 3)."""
+
+    def __init__(self, config: LiLiCorrConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal = False
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: DFlashCache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = torch.cat([context_hidden_states, hidden_states], dim=1)
+        heads, kv_heads = (*hidden_states.shape[:-1], -1, self.head_dim), (*rows.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(rows).view(kv_heads)).transpose(1, 2)
+        value = self.v_proj(rows).view(kv_heads).transpose(1, 2)
+
+        # Queries are the last rows of the positions that keys span.
+        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
+        q_len = query.shape[-2]
+        query = query * cos[..., -q_len:, :] + rotate_half(query) * sin[..., -q_len:, :]
+        key = key * cos + rotate_half(key) * sin
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False, **kwargs
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class DFlashDecoderLayer(Qwen3DecoderLayer):
+    def __init__(self, config: LiLiCorrConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.self_attn = DFlashAttention(config, layer_idx)
+
+
+class DFlashPreTrainedModel(Qwen3PreTrainedModel):
+    config: LiLiCorrConfig
+    config_class = LiLiCorrConfig
+    main_input_name = "noise_embeds"
+    model_tags = ["dflash", "draft-model", "lilicorr", "speculative-decoding"]
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _can_record_outputs = {"hidden_states": DFlashDecoderLayer, "attentions": DFlashAttention}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, init_head: bool = False, **kwargs):
+        """As [`PreTrainedModel.from_pretrained`], but a checkpoint that does not hold exactly this model raises.
+
+        Args:
+            init_head (`bool`): initialise the tensors of a head that the checkpoint does not have, to train one on a
+                plain drafter. Drafter tensors must be there in any case.
+
+        Raises:
+            `ValueError`: naming the missing, unexpected or truncated tensors.
+        """
+        loading_info_wanted = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights in {pretrained_model_name_or_path!r} are damaged or were only partly downloaded ({error}). "
+                "Delete them and download again."
+            ) from error
+        missing = sorted(key for key in info["missing_keys"] if not init_head or key.startswith(DRAFTER_PREFIXES))
+        unexpected = sorted(info["unexpected_keys"])
+        if missing or unexpected:
+            raise ValueError(
+                f"{pretrained_model_name_or_path!r} is not a {cls.__name__} checkpoint: missing tensors {missing}, "
+                f"unexpected tensors {unexpected}. A plain drafter loads as `DFlashModel`, or with `init_head=True` to "
+                "train a head on it."
+            )
+        return (model, info) if loading_info_wanted else model
+
+
+class DFlashModel(DFlashPreTrainedModel):
+    """
+    The block drafter: predicts all slots of a block in one pass, each on its own (DFlash, arXiv 2602.06036).
+
+    It owns no embedding and no output head; [`TargetTables`] lends it the target's. It keeps no state of a request, so
+    threads may share it.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?lilicorr\."]
+
+    def __init__(self, config: LiLiCorrConfig):
+        super().__init__(config)
+        check_mask_token(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(width, eps=eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: DFlashCache | None = None,
+        **kwargs,
+    ) -> DFlashOutput:
+        r"""
+        Signature of transformers' own DFlash assistants, so that `speculation_type="dflash"` can run this drafter too.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[b, B, M]`): the target's embeddings of the anchor and the masks. In
+                training, several packed blocks.
+            context_hidden_states (`torch.Tensor` of shape `[b, c, L * M]`):
+                the tapped target states of the context rows the cache does not hold yet.
+            attention_mask (`torch.Tensor`): 2-D over cache, context rows and block (0 at padding), or 4-D as is.
+            position_ids (`torch.LongTensor` of shape `[b, c + B]`): of the context rows and the block.
+            cache ([`DFlashCache`]): keys and values of earlier context rows; receives the new rows and the block.
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            rows = context.shape[1] + noise_embeds.shape[1]
+            position_ids = torch.arange(seen, seen + rows, device=noise_embeds.device).unsqueeze(0)
+        attention_mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
+        )
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+
+        hidden_states = noise_embeds
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                context_hidden_states=context,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                cache=cache,
+            )
+        return DFlashOutput(last_hidden_state=self.norm(hidden_states), cache=cache, context_hidden_states=context)
+
+    def draft(
+        self,
+        context_states: torch.Tensor,
+        anchor_ids: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        cache: DFlashCache,
+        tables: TargetTables,
+        attention_mask: torch.Tensor | None = None,
+        process: Callable[..., torch.Tensor] | None = None,
+    ) -> DraftOutput:
+        """Proposes one block; the cache takes the context rows and gives up the block's own.
+
+        Args:
+            context_states (`torch.Tensor` of shape `[b, c, L * M]`): tapped states of the newly verified positions.
+            anchor_ids (`torch.LongTensor` of shape `[b, 1]`): the last token; the target has not read it yet.
+            position_ids (`torch.LongTensor` of shape `[b, c + B]`): of the context rows and the block.
+            cache ([`DFlashCache`]): this request's.
+            tables ([`TargetTables`]): embedding and output head of the target.
+            attention_mask (`torch.Tensor` of shape `[b, cached + c + B]`): 0 at padding.
+            process (`Callable`): logits processors along the draft, from ids drafted so far `[b, s]` and the logits
+                `[b, V]` of slot `s` to processed logits; batch 1.
+        """
+        block_size = self.config.block_size
+        masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.config.mask_token_id)
+        noise_embeds = tables.embed(torch.cat([anchor_ids, masks], dim=-1))
+        cache.set_previous_accepted_tokens(context_states.shape[1])
+        output = self(
+            noise_embeds=noise_embeds.to(self.device, self.dtype),
+            context_hidden_states=context_states.to(self.device, self.dtype),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+        )
+        cache.crop(-block_size)
+        logits = tables.logits(output.last_hidden_state[:, 1:])
+        return self.choose(logits, output, tables, process)
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        output: DFlashOutput,
+        tables: TargetTables,
+        process: Callable[..., torch.Tensor] | None = None,
+    ) -> DraftOutput:
+        """Commits a token to each slot given the slots' logits `[b, S, V]`: here its most probable one."""
+        if process is None:
+            return DraftOutput(token_ids=logits.argmax(dim=-1))
+        drafted = logits.new_empty((logits.shape[0], 0), dtype=torch.long)
+        for slot_logits in logits.float().unbind(dim=1):
+            processed = process(drafted, slot_logits)
+            if processed.isneginf().all():
+                break
+            drafted = torch.cat([drafted, processed.argmax(dim=-1, keepdim=True)], dim=-1)
+        return DraftOutput(token_ids=drafted)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises `ValueError` before any compute if this drafter cannot draft for `target`; see [`check_target`]."""
+        check_target(self.config, target)
+
+    def get_candidate_generator(self, target: PreTrainedModel, **kwargs) -> BlockCandidateGenerator:
+        """The [`BlockCandidateGenerator`] of one `target.generate` call; the generation hook asks for it."""
+        return BlockCandidateGenerator(self, target, **kwargs)
+
+
+install_hook()
+
+__all__ = ["DFlashModel", "DFlashOutput", "DFlashPreTrainedModel", "DraftOutput"]

@@ -1,0 +1,103 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a drafter borrows from its target: token embeddings, output head and tapped hidden states.
+
+Shapes: `b` batch, `n` positions, `L` tapped layers, `M` hidden width of the target, `V` vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .configuration_lilicorr import LiLiCorrConfig
+
+
+class TargetTables:
+    """The target's embedding and output head, called as the target calls them and never owned by the drafter.
+
+    Args:
+        target (`PreTrainedModel`): a causal language model.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.embedding = target.get_input_embeddings()
+        self.output_head = target.get_output_embeddings()
+        self.config = target.config.get_text_config()
+        self.dtype = target.dtype
+
+    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `[*, M]` of token ids `[*]`, with the target's own scaling but without a built-in norm."""
+        if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):
+            return nn.Embedding.forward(self.embedding, token_ids)
+        return self.embedding(token_ids)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `[*, V]` of post-norm states `[*, M]`, scaled and soft-capped as the target does."""
+        # A strided 3-D input would send the product down a path that copies the whole head for each row of the batch.
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype)
+        logits = rescale_logits(self.output_head(flat), self.config)
+        return logits.view(*hidden_states.shape[:-1], -1)
+
+
+def rescale_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What the target does between its output head and its logits: Cohere's and Granite's scales, Gemma's soft cap."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        # HyperCLOVA X keeps a factor under the name that Granite uses for a divisor.
+        logits = logits * divisor if config.model_type.startswith("hyperclovax") else logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def tapped_states(
+    hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[int], rows: int | None = None
+) -> torch.Tensor:
+    """Outputs of the tapped decoder layers side by side, `[b, n, L * M]`, of the first `rows` positions or all.
+
+    Args:
+        hidden_states (sequence of `torch.Tensor` of shape `[b, n, M]`): the target's, entry 0 being its embeddings.
+        layer_ids (sequence of `int`): decoder layers from 0; the output of layer `i` is entry `i + 1`.
+    """
+    states = [hidden_states[i + 1][:, :rows] for i in layer_ids]
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def check_target(config: LiLiCorrConfig, target: PreTrainedModel) -> None:
+    """Raises before any compute if a drafter with this config cannot draft for `target`.
+
+    Raises:
+        `ValueError`: naming what differs, the value on both sides and what to do.
+    """
+    name = f"{type(target).__name__} {target.name_or_path!r}"
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"Block drafters need a decoder-only target; {name} is an encoder-decoder model.")
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no output head to borrow; load it with `AutoModelForCausalLM`.")
+    text = target.config.get_text_config()
+    trained_for = config.target_name_or_path or "another target"
+    for what, field, ours, theirs in (
+        ("vocabulary", "vocab_size", config.vocab_size, text.vocab_size),
+        ("width", "hidden_size", config.hidden_size, text.hidden_size),
+        ("number of layers", "num_target_layers", config.num_target_layers, text.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"The assistant does not fit its target: its {what} (`{field}`) is {ours}, that of {name} is {theirs}. "
+                f"The assistant was trained for {trained_for}; load that target, or an assistant made for this one."
+            )
+    check_mask_token(config)
+
+
+def check_mask_token(config: LiLiCorrConfig) -> None:
+    """Raises if no mask token was chosen: falling back to the pad or eos token would draft, and draft badly."""
+    if config.mask_token_id is None:
+        raise ValueError(
+            f"`mask_token_id` is not set: give the id of an unused token among the target's {config.vocab_size} "
+            "embedding rows."
+        )
+
+
+__all__ = ["TargetTables", "check_target", "rescale_logits", "tapped_states"]

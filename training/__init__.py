@@ -1,0 +1,1 @@
+"""Training a drafter and its head against a frozen target."""
