@@ -1,1 +1,74 @@
-def load_pair(): ...
+"""Loading a target together with its assistant."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .modeling.modeling_dflash import DFlashModel
+from .modeling.modeling_lilicorr import LiLiCorrDraftModel
+from .targets import TARGETS, fetch_target
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+PAIRS = ("smollm2-135m",)
+
+
+def resolve_target(target: str) -> str:
+    """Folder of a target that [`fetch_target`] knows, fetched if need be; a path or Hub id as it is."""
+    return str(fetch_target(target)) if target in TARGETS else target
+
+
+def resolve_assistant(assistant: str) -> str:
+    """Folder of a shipped assistant; a path or Hub id as it is."""
+    return str(CHECKPOINTS / assistant) if assistant in PAIRS else assistant
+
+
+def load_target(target: str, **kwargs) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """A causal language model and its tokenizer.
+
+    Args:
+        target (`str`): a name of [`TARGETS`], a path or a Hub id.
+        kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or `device_map`.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resolve_target(target)
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs), AutoTokenizer.from_pretrained(folder)
+
+
+def load_assistant(
+    assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] = LiLiCorrDraftModel
+) -> DFlashModel:
+    """An assistant in its target's dtype and on its device, checked against it.
+
+    Args:
+        assistant (`str`): a shipped pair's name, a path or a Hub id.
+        target (`PreTrainedModel`): the model it will draft for.
+        model_class (`type`): [`DFlashModel`] takes the drafter alone out of a LiLiCorr checkpoint.
+    """
+    model = model_class.from_pretrained(resolve_assistant(assistant), dtype=target.dtype, device_map=target.device)
+    model.check_target(target)
+    return model
+
+
+def load_pair(name: str, **kwargs) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, DFlashModel]":
+    """A shipped pair, ready for `model.generate(..., assistant_model=assistant)`.
+
+    Args:
+        name (`str`): `"smollm2-135m"`. Its target is fetched on first use.
+        kwargs: for the target's `from_pretrained`, such as `dtype` or `device_map`; the assistant follows.
+
+    Returns:
+        target, tokenizer, assistant.
+
+    Raises:
+        `ValueError`: for an unknown name.
+        `ConnectionError`: if the target is not there yet and cannot be downloaded.
+    """
+    if name not in PAIRS:
+        raise ValueError(f"Unknown pair {name!r}; shipped are {sorted(PAIRS)}.")
+    model, tokenizer = load_target(name, **kwargs)
+    return model, tokenizer, load_assistant(name, model)

@@ -1,6 +1,7 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of a block drafter and its LiLiCorr head, and the reading of other projects' config files."""
 
+from dataclasses import field
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -47,6 +48,7 @@ class LiLiCorrConfig(Qwen3Config):
         block_size (`int`): positions of a block, `B`: the anchor and `B - 1` slots.
         mask_token_id (`int`): token that stands for a slot still to be drafted; a row of the target's embedding.
         target_layer_ids (`list[int]`): tapped decoder layers of the target, from 0; the state is the layer's output.
+            Empty: spread over the target by [`capture_layer_ids`], one for each drafter layer.
         num_target_layers (`int`): decoder layers of the target.
         target_name_or_path (`str`): the target the drafter was trained for.
         candidate_topk (`int`): candidates kept per slot, `K`.
@@ -72,7 +74,7 @@ class LiLiCorrConfig(Qwen3Config):
 
     block_size: int = 16
     mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] = field(default_factory=list)
     num_target_layers: int = 36
     target_name_or_path: str | None = None
 
@@ -86,7 +88,7 @@ class LiLiCorrConfig(Qwen3Config):
     logit_scale: float | int = 8.0
 
     def __post_init__(self, **kwargs):
-        if self.target_layer_ids is None:
+        if not self.target_layer_ids:
             self.target_layer_ids = capture_layer_ids(self.num_target_layers, self.num_hidden_layers)
         if self.head_hidden_size == 0:
             self.head_hidden_size = self.hidden_size
@@ -115,10 +117,10 @@ class LiLiCorrConfig(Qwen3Config):
                 f"`target_layer_ids` {ids} repeat a layer: a target of {n} layers is too shallow for {len(ids)} taps. "
                 "Use fewer drafter layers or give distinct ids."
             )
-        if not ids or min(ids) < 0 or max(ids) > n - 2:
+        if min(ids) < 0 or max(ids) > n - 2:
             raise ValueError(
-                f"`target_layer_ids` {ids} must lie in [0, {n - 2}] for a target of {n} layers; the output of its last "
-                f"layer, {n - 1}, is only available after the final norm."
+                f"`target_layer_ids` {ids} must lie in [0, {n - 2}] for a target of {n} layers; the output of its "
+                f"last layer, {n - 1}, is only available after the final norm."
             )
 
     def validate_layers(self):
@@ -168,7 +170,7 @@ def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     unset = [name for name in SCORE_FIELDS if flat.get(name) is None]
     if has_head and unset:
         raise ValueError(
-            f"config.json of a LiLiCorr checkpoint does not state {unset}. They change the scores but no tensor shape, so "
+            f"config.json of a LiLiCorr checkpoint does not state {unset}. They change scores but no tensor shape, so "
             "they are never guessed: add the values the head was trained with."
         )
     return flat
@@ -187,7 +189,7 @@ def refuse_unsupported(dflash_config: dict[str, Any]) -> None:
 
 
 def read_rope(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters of a foreign config, popped from wherever it keeps them; a wrong base only costs acceptance."""
+    """Rotary parameters of a foreign config, popped from where it keeps them; a wrong base would pass unnoticed."""
     legacy, theta = config_dict.pop("rope_scaling", None), config_dict.pop("rope_theta", None)
     rope = dict(config_dict.get("rope_parameters") or legacy or {"rope_type": "default"})
     stated = rope.setdefault("rope_theta", theta)

@@ -1,5 +1,5 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""How a block drafter enters `generate(assistant_model=...)`: the candidate generator, its statistics, and the hook."""
+"""How a block drafter enters `generate(assistant_model=...)`: candidate generator, statistics and hook."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.cache_utils import DFlashCache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from .target_lilicorr import TargetTables, tapped_states
 
@@ -113,9 +113,10 @@ def record() -> Iterator[Recording]:
     >>> r.tau
     ```
     """
-    token = _recording.set(Recording())
+    recording = Recording()
+    token = _recording.set(recording)
     try:
-        yield _recording.get()
+        yield recording
     finally:
         _recording.reset(token)
 
@@ -146,7 +147,7 @@ class BlockCandidateGenerator(CandidateGenerator):
         drafter: "DFlashModel",
         target: PreTrainedModel,
         generation_config: GenerationConfig,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList | None = None,
         model_kwargs: dict[str, Any] | None = None,
         **unused,
@@ -170,15 +171,15 @@ class BlockCandidateGenerator(CandidateGenerator):
         self._draft_seconds = self._verify_start = 0.0
         self._drafted: int | None = None
 
-    def get_candidates(
+    def get_candidates(  # type: ignore[override]
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         model_kwargs: dict[str, Any],
-        model_outputs: ModelOutput | None,
+        model_outputs: Any,
         is_first_iteration: bool,
         n_last_matches: int,
         **kwargs,
-    ) -> tuple[torch.LongTensor, None]:
+    ) -> tuple[torch.Tensor, None]:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `[1, n]`): all tokens so far; the last one is the anchor.
@@ -203,15 +204,13 @@ class BlockCandidateGenerator(CandidateGenerator):
         self._draft_seconds = self._verify_start - start
         return torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=-1), None
 
-    def _draft(self, input_ids, model_kwargs, hidden_states, rows: int | None) -> torch.LongTensor:
+    def _draft(self, input_ids, model_kwargs, hidden_states, rows: int | None) -> torch.Tensor:
         """The next block, given the target's states of its last pass; only the first `rows` were accepted."""
-        device = self.drafter.device
         context = tapped_states(hidden_states, self.drafter.config.target_layer_ids, rows)
-        anchor_ids = input_ids[:, -1:]
         output = self.drafter.draft(
             context_states=context,
-            anchor_ids=anchor_ids,
-            position_ids=self._position_ids(model_kwargs, context.shape[1]).to(device),
+            anchor_ids=input_ids[:, -1:],
+            position_ids=self._position_ids(model_kwargs, context.shape[1]).to(self.drafter.device),
             cache=self.cache,
             tables=self.tables,
             attention_mask=self._attention_mask(model_kwargs),
@@ -219,7 +218,7 @@ class BlockCandidateGenerator(CandidateGenerator):
         )
         return output.token_ids
 
-    def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.LongTensor:
+    def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.Tensor:
         """Positions `[1, rows + B]` of the new context rows and the block; the target's own where it counts them."""
         positions = model_kwargs.get("position_ids")
         if positions is None or positions.ndim != 2:
@@ -238,10 +237,11 @@ class BlockCandidateGenerator(CandidateGenerator):
         block = mask.new_ones((mask.shape[0], self.drafter.config.block_size))
         return torch.cat([mask[:, :-1], block], dim=-1).to(self.drafter.device)
 
-    def _process(self, input_ids: torch.LongTensor, drafted: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        return self.processors(torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1), logits)
+    def _process(self, input_ids: torch.Tensor, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        prefix = torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1)
+        return self.processors(prefix, logits)  # type: ignore[arg-type]
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Called after each verification with the accepted draft tokens; nothing is adapted, only recorded."""
         if self.recording is None or self._drafted is None:
             return
@@ -257,12 +257,12 @@ class BlockCandidateGenerator(CandidateGenerator):
         return time.perf_counter()
 
 
-def check_call(input_ids: torch.LongTensor, logits_processor, model_kwargs: dict[str, Any]) -> None:
+def check_call(input_ids: torch.Tensor, logits_processor, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a call that the stock assisted loop would decode differently from plain `generate`."""
     if input_ids.shape[0] > 1:
         raise ValueError(
-            f"Assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` for "
-            "each row."
+            f"Assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` "
+            "for each row."
         )
     for processor in logits_processor:
         if isinstance(processor, REFUSED_PROCESSORS):
@@ -287,10 +287,11 @@ def hook_candidate_generator(original: Callable) -> Callable:
         if not drafts_blocks(assistant):
             return original(self, generation_config, *args, **kwargs)
         if generation_config.speculation_type is not None:
-            logger.warning_once(
-                f"`speculation_type={generation_config.speculation_type!r}` hands {type(assistant).__name__} to "
-                "transformers' own code, which runs the drafter alone, without a head on top of it."
-            )
+            if assistant.has_head:
+                logger.warning_once(
+                    f"`speculation_type={generation_config.speculation_type!r}` hands {type(assistant).__name__} to "
+                    "transformers' own code, which runs its drafter alone and never asks its head."
+                )
             return original(self, generation_config, *args, **kwargs)
         return assistant.get_candidate_generator(self, generation_config=generation_config, **kwargs)
 
@@ -311,7 +312,7 @@ def hook_validation(original: Callable) -> Callable:
 
 
 def drafts_blocks(assistant: Any) -> bool:
-    """Whether an assistant brings its own candidate generator. By method, not by class: a Hub copy of this file counts."""
+    """Whether an assistant brings its own candidate generator; by method, not by class, for the Hub's copies of it."""
     return callable(getattr(assistant, "get_candidate_generator", None))
 
 
@@ -339,13 +340,13 @@ def check_hook_points(owner: Any) -> None:
             )
 
 
-def hooked(owner: Any, name: str) -> Callable | None:
+def hooked(owner: Any, name: str) -> Any:
     """Our wrapper around the method `name` of a class or instance, ours or another copy's, if there is one."""
     return getattr(getattr(owner, name), "_lilicorr_hook", None)
 
 
 def wrap(owner: Any, name: str) -> Callable:
-    method = WRAPPERS[name](getattr(owner, name))
+    method: Any = WRAPPERS[name](getattr(owner, name))
     # It points to itself: whoever wraps it with `functools.wraps` copies the mark, but is not what it points to.
     method._lilicorr_hook = method
     return method

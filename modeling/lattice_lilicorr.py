@@ -25,17 +25,19 @@ class Lattice(ModelOutput):
         start_scores (`torch.FloatTensor` of shape `[*, K]`): equation 1 from the anchor to each candidate of slot 0.
         pair_scores (`torch.FloatTensor` of shape `[*, S - 1, K, K]`):
             equation 1 from candidate `i` of slot `s` to candidate `j` of slot `s + 1` at `[..., s, i, j]`.
-        walk (`torch.LongTensor` of shape `[*, S]`): index of the committed candidate of each slot.
+        walk (`torch.LongTensor` of shape `[*, S]`): index of the committed candidate of each slot; `None` before
+            the walk, shorter where logits processors ended it.
     """
 
-    candidate_ids: torch.LongTensor | None = None
-    log_probs: torch.FloatTensor | None = None
-    start_scores: torch.FloatTensor | None = None
-    pair_scores: torch.FloatTensor | None = None
-    walk: torch.LongTensor | None = None
+    candidate_ids: torch.Tensor
+    # ModelOutput lets a class have one field without a default; these are never None.
+    log_probs: torch.Tensor = None  # type: ignore[assignment]
+    start_scores: torch.Tensor = None  # type: ignore[assignment]
+    pair_scores: torch.Tensor = None  # type: ignore[assignment]
+    walk: torch.Tensor | None = None
 
 
-def candidate_pool(logits: torch.Tensor, k: int) -> tuple[torch.LongTensor, torch.Tensor]:
+def candidate_pool(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` best tokens of each slot, best first, and their log-probabilities over the whole vocabulary in fp32.
 
     Args:
@@ -86,7 +88,7 @@ def lattice_scores(
 
 
 def conditional_scores(pair_scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Row `z_s` of equation 2: scores `[*, K]` of a slot's candidates given the predecessor `index [*]` just committed.
+    """Row `z_s` of equation 2: scores `[*, K]` of a slot's candidates given the committed predecessor `index [*]`.
 
     Args:
         pair_scores (`torch.Tensor` of shape `[*, K, K]`): from the predecessor's slot to this one.
@@ -95,7 +97,7 @@ def conditional_scores(pair_scores: torch.Tensor, index: torch.Tensor) -> torch.
     return pair_scores.gather(-2, row).squeeze(-2)
 
 
-def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.LongTensor:
+def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
     """Equation 8: each slot takes the candidate that best follows the one before it; ties go to the lower index.
 
     Args:
@@ -111,7 +113,7 @@ def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.
     return torch.stack(walk, dim=-1)
 
 
-def processed_walk(lattice: Lattice, logits: torch.Tensor, process: Callable[..., torch.Tensor]) -> torch.LongTensor:
+def processed_walk(lattice: Lattice, logits: torch.Tensor, process: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The greedy walk under logits processors: a candidate's score moves by what they do to its logit, so that a
     penalty counts and a forbidden candidate is never taken. The walk ends before a slot that has no candidate left.
 
@@ -137,7 +139,7 @@ def processed_walk(lattice: Lattice, logits: torch.Tensor, process: Callable[...
     return torch.stack(walk, dim=-1) if walk else drafted
 
 
-def viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.LongTensor:
+def viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
     """The path with the greatest sum of scores, exactly, in O(S K^2); it decodes worse than the walk (appendix E).
 
     Arguments and result as in [`greedy_walk`].
@@ -154,13 +156,13 @@ def viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch
 
 def sampled_walk(
     start_scores: torch.Tensor, pair_scores: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor | float
-) -> tuple[torch.LongTensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A walk that draws each slot from equation 2 at a temperature, with the distribution it drew from.
 
     Args:
         start_scores, pair_scores: as in [`greedy_walk`].
-        uniforms (`torch.Tensor` of shape `[*, S]`): in [0, 1); slot `s` takes the first candidate, in rank order, whose
-            cumulative probability exceeds `uniforms[..., s]`.
+        uniforms (`torch.Tensor` of shape `[*, S]`): in [0, 1); slot `s` takes the first candidate, in rank order,
+            whose cumulative probability exceeds `uniforms[..., s]`.
         temperature (`float` or `torch.Tensor` of shape `[*]`): above 0.
 
     Returns:
@@ -182,7 +184,7 @@ def sampled_walk(
     return torch.stack(walk, dim=-1), torch.stack(proposal, dim=-2)
 
 
-def path_score(start_scores: torch.Tensor, pair_scores: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
+def path_score(start_scores: torch.Tensor, pair_scores: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
     """Sum `[*]` of the scores along a path `[*, S]`."""
     total = start_scores.gather(-1, path[..., :1]).squeeze(-1)
     for s, pair in enumerate(pair_scores.unbind(dim=-3)):

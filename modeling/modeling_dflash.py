@@ -1,12 +1,13 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """The DFlash block drafter, alone and as the base of every draft method with a head on top of it.
 
-Shapes: `b` batch, `B` block size, `S = B - 1` slots, `V` vocabulary, `M` hidden width of drafter and target, `L` tapped
-target layers, `c` new context rows.
+Shapes: `b` batch, `B` block size, `S = B - 1` slots, `V` vocabulary, `M` hidden width of drafter and target, `L`
+tapped target layers, `c` new context rows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ from transformers.utils import ModelOutput
 from .configuration_lilicorr import LiLiCorrConfig
 from .generation_lilicorr import BlockCandidateGenerator, install_hook
 from .lattice_lilicorr import Lattice
-from .target_lilicorr import TargetTables, check_mask_token, check_target
+from .target_lilicorr import TargetTables, check_target, require_mask_token
 
 
 DRAFTER_PREFIXES = ("fc.", "hidden_norm.", "layers.", "norm.")
@@ -43,7 +44,8 @@ class DFlashOutput(BaseModelOutputWithPast):
         context_hidden_states (`torch.Tensor` of shape `[b, c, M]`): the new context rows after `fc` and `hidden_norm`.
     """
 
-    context_hidden_states: torch.FloatTensor | None = None
+    last_hidden_state: torch.Tensor = None  # type: ignore[assignment]
+    context_hidden_states: torch.Tensor = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -54,14 +56,14 @@ class DraftOutput(ModelOutput):
     Args:
         token_ids (`torch.LongTensor` of shape `[b, n]`): drafted tokens, `n` at most `S`.
         parents (`torch.LongTensor` of shape `[b, n]`): each token's predecessor in a tree; `None` for a chain.
-        proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft is
-            a deterministic function of the prefix, in other words a point mass.
+        proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft
+            is a deterministic function of the prefix, in other words a point mass.
         lattice ([`Lattice`]): the candidates and scores the draft was chosen from, of methods that have them.
     """
 
-    token_ids: torch.LongTensor | None = None
-    parents: torch.LongTensor | None = None
-    proposal_logits: torch.FloatTensor | None = None
+    token_ids: torch.Tensor
+    parents: torch.Tensor | None = None
+    proposal_logits: torch.Tensor | None = None
     lattice: Lattice | None = None
 
 
@@ -130,21 +132,22 @@ class DFlashPreTrainedModel(Qwen3PreTrainedModel):
         """
         loading_info_wanted = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
             raise ValueError(
-                f"The weights in {pretrained_model_name_or_path!r} are damaged or were only partly downloaded ({error}). "
-                "Delete them and download again."
+                f"The weights in {pretrained_model_name_or_path!r} are damaged or were only partly downloaded "
+                f"({error}). Delete them and download again."
             ) from error
+        model, info = loaded
         missing = sorted(key for key in info["missing_keys"] if not init_head or key.startswith(DRAFTER_PREFIXES))
         unexpected = sorted(info["unexpected_keys"])
         if missing or unexpected:
             raise ValueError(
                 f"{pretrained_model_name_or_path!r} is not a {cls.__name__} checkpoint: missing tensors {missing}, "
-                f"unexpected tensors {unexpected}. A plain drafter loads as `DFlashModel`, or with `init_head=True` to "
-                "train a head on it."
+                f"unexpected tensors {unexpected}. A plain drafter loads as `DFlashModel`, or with `init_head=True` "
+                "to train a head on it."
             )
         return (model, info) if loading_info_wanted else model
 
@@ -157,11 +160,13 @@ class DFlashModel(DFlashPreTrainedModel):
     threads may share it.
     """
 
+    has_head = False
+    # The drafter of a checkpoint that also holds a head may be loaded alone.
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?lilicorr\."]
 
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)
-        check_mask_token(config)
+        self.mask_token_id = require_mask_token(config)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
@@ -175,7 +180,7 @@ class DFlashModel(DFlashPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: DFlashCache | None = None,
         **kwargs,
     ) -> DFlashOutput:
@@ -215,8 +220,8 @@ class DFlashModel(DFlashPreTrainedModel):
     def draft(
         self,
         context_states: torch.Tensor,
-        anchor_ids: torch.LongTensor,
-        position_ids: torch.LongTensor,
+        anchor_ids: torch.Tensor,
+        position_ids: torch.Tensor,
         cache: DFlashCache,
         tables: TargetTables,
         attention_mask: torch.Tensor | None = None,
@@ -235,7 +240,7 @@ class DFlashModel(DFlashPreTrainedModel):
                 `[b, V]` of slot `s` to processed logits; batch 1.
         """
         block_size = self.config.block_size
-        masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.config.mask_token_id)
+        masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.mask_token_id)
         noise_embeds = tables.embed(torch.cat([anchor_ids, masks], dim=-1))
         cache.set_previous_accepted_tokens(context_states.shape[1])
         output = self(

@@ -175,7 +175,8 @@ class LiLiCorrDraftModel(DFlashModel):
     ```
     """
 
-    _keys_to_ignore_on_load_unexpected = None
+    has_head = True
+    _keys_to_ignore_on_load_unexpected = []
     _no_split_modules = ["DFlashDecoderLayer", "LatticeLayer"]
 
     def __init__(self, config: LiLiCorrConfig):
@@ -198,11 +199,12 @@ class LiLiCorrDraftModel(DFlashModel):
         """Commits the greedy walk through the lattice of the slots' best candidates (section 3.5 of the paper)."""
         lattice = self.score(logits, output, tables)
         if process is None:
-            lattice.walk = greedy_walk(lattice.start_scores, lattice.pair_scores)
+            walk = greedy_walk(lattice.start_scores, lattice.pair_scores)
         else:
-            lattice.walk = processed_walk(lattice, logits, process)
-        candidates = lattice.candidate_ids[:, : lattice.walk.shape[-1]]
-        token_ids = candidates.gather(-1, lattice.walk.unsqueeze(-1)).squeeze(-1)
+            walk = processed_walk(lattice, logits, process)
+        lattice.walk = walk
+        candidates = lattice.candidate_ids[:, : walk.shape[-1]]
+        token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
         return DraftOutput(token_ids=token_ids, lattice=lattice)
 
     def score(self, logits: torch.Tensor, output: DFlashOutput, tables: TargetTables) -> Lattice:

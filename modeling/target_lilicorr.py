@@ -26,9 +26,9 @@ class TargetTables:
         self.config = target.config.get_text_config()
         self.dtype = target.dtype
 
-    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `[*, M]` of token ids `[*]`, with the target's own scaling but without a built-in norm."""
-        if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):
+        if isinstance(self.embedding, nn.Embedding) and hasattr(self.embedding, "embed_norm"):
             return nn.Embedding.forward(self.embedding, token_ids)
         return self.embedding(token_ids)
 
@@ -85,19 +85,20 @@ def check_target(config: LiLiCorrConfig, target: PreTrainedModel) -> None:
     ):
         if ours != theirs:
             raise ValueError(
-                f"The assistant does not fit its target: its {what} (`{field}`) is {ours}, that of {name} is {theirs}. "
-                f"The assistant was trained for {trained_for}; load that target, or an assistant made for this one."
+                f"The assistant does not fit its target: its {what} (`{field}`) is {ours}, that of {name} is "
+                f"{theirs}. The assistant was trained for {trained_for}; load that target, or another "
+                "assistant."
             )
-    check_mask_token(config)
 
 
-def check_mask_token(config: LiLiCorrConfig) -> None:
-    """Raises if no mask token was chosen: falling back to the pad or eos token would draft, and draft badly."""
+def require_mask_token(config: LiLiCorrConfig) -> int:
+    """The mask token, or an error where none was chosen: the pad or eos token would draft too, and badly."""
     if config.mask_token_id is None:
         raise ValueError(
             f"`mask_token_id` is not set: give the id of an unused token among the target's {config.vocab_size} "
             "embedding rows."
         )
+    return config.mask_token_id
 
 
-__all__ = ["TargetTables", "check_target", "rescale_logits", "tapped_states"]
+__all__ = ["TargetTables", "check_target", "require_mask_token", "rescale_logits", "tapped_states"]

@@ -18,15 +18,15 @@ class PackedBlocks:
         allowed (`torch.BoolTensor` of shape `[b, N * B, T + N * B]`): which context rows and block rows a row sees.
     """
 
-    input_ids: torch.LongTensor
-    position_ids: torch.LongTensor
-    allowed: torch.BoolTensor
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    allowed: torch.Tensor
 
 
 def pack_blocks(
-    input_ids: torch.LongTensor,
-    anchors: torch.LongTensor,
-    keep: torch.BoolTensor,
+    input_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    keep: torch.Tensor,
     block_size: int,
     mask_token_id: int,
 ) -> PackedBlocks:

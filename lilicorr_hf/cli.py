@@ -1,0 +1,193 @@
+"""The `lilicorr` command. Heavy imports wait until a subcommand runs, so that `--help` answers at once."""
+
+import json
+import platform
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+errors = Console(stderr=True)
+
+Target = Annotated[str, typer.Option(help="A name `fetch-target` knows, a path or a Hub id.")]
+Assistant = Annotated[str, typer.Option(help="A shipped pair's name, a path or a Hub id.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+
+
+@app.callback()
+def main() -> None:
+    """Exact speculative decoding for Hugging Face transformers."""
+
+
+@app.command("fetch-target")
+def fetch_target_command(name: Annotated[str, typer.Argument(help="For instance smollm2-135m.")]) -> None:
+    """Download a target model, convert it to safetensors and print its folder."""
+    from .targets import fetch_target
+
+    with complaints():
+        print_plain(fetch_target(name))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask, or with --no-chat the text to continue.")],
+    target: Target = "smollm2-135m",
+    assistant: Assistant = "smollm2-135m",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    chat: Annotated[bool, typer.Option(help="Put the prompt through the target's chat template.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, plain and assisted take turns.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Stream an answer, then compare plain and assisted decoding of the same prompt."""
+    with complaints():
+        from transformers import TextStreamer
+
+        from .measure import encode, run_generate
+        from .pairs import load_assistant, load_target
+
+        model, tokenizer = load_target(target)
+        draft_model = load_assistant(assistant, model)
+        inputs = encode(tokenizer, prompt, chat).to(model.device)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        options = sampling | {"max_new_tokens": max_new_tokens}
+
+        for helper in (None, draft_model):
+            run_generate(model, inputs, assistant_model=helper, **options | {"max_new_tokens": 8})
+        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        assisted, plain = [], []
+        for _ in range(rounds):
+            assisted.append(run_generate(model, inputs, assistant_model=draft_model, streamer=streamer, **options))
+            plain.append(run_generate(model, inputs, **options))
+            streamer = None
+
+        report = {
+            "text": tokenizer.decode(assisted[0].token_ids, skip_special_tokens=True),
+            "tokens": len(assisted[0].token_ids),
+            "plain_tokens_per_second": statistics.median(run.tokens_per_second for run in plain),
+            "assisted_tokens_per_second": statistics.median(run.tokens_per_second for run in assisted),
+            "speedup": statistics.median(
+                a.tokens_per_second / p.tokens_per_second for a, p in zip(assisted, plain, strict=True)
+            ),
+            "tau": assisted[0].recording.tau,
+            "plain_target_passes": plain[0].target_passes,
+            "assisted_target_passes": assisted[0].target_passes,
+            # Two samples differ by chance, so only greedy text can be compared.
+            "identical": None if temperature else assisted[0].token_ids == plain[0].token_ids,
+        }
+    if as_json:
+        print_plain(json.dumps(report, indent=2))
+    else:
+        console.print(generate_table(report))
+
+
+def generate_table(report: dict[str, Any]) -> Table:
+    table = Table("", "plain", "assisted")
+    table.add_row(
+        "tokens/s", f"{report['plain_tokens_per_second']:.1f}", f"{report['assisted_tokens_per_second']:.1f}"
+    )
+    table.add_row("target passes", str(report["plain_target_passes"]), str(report["assisted_target_passes"]))
+    table.add_row("tokens per pass (tau)", "1.00", f"{report['tau']:.2f}")
+    table.add_row("speed-up", "", f"{report['speedup']:.2f}x")
+    words = {True: "yes", False: "no", None: "not comparable (sampled)"}
+    table.add_row("identical text", "", words[report["identical"]])
+    return table
+
+
+@app.command()
+def bench(
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL of messages, turns or prompt.")
+    ],
+    target: Target = "smollm2-135m",
+    assistant: Assistant = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from each file.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    output: Annotated[Path | None, typer.Option(help="Where to write all numbers as JSON.")] = None,
+) -> None:
+    """Acceptance length, speed and exactness on files of prompts: the walk, and its drafter's argmax alone.
+
+    Exits with 1 if greedy text differs from plain decoding anywhere but at a tie of the target's two best tokens.
+    """
+    with complaints():
+        from rich.progress import track
+
+        from .bench import bench as run_bench
+        from .bench import read_prompts, to_json
+        from .modeling.modeling_dflash import DFlashModel
+        from .pairs import load_assistant, load_target
+
+        total = sum(len(read_prompts(file, limit)) for file in files)
+        model, tokenizer = load_target(target)
+        systems = {
+            "lilicorr": load_assistant(assistant, model),
+            "drafter argmax": load_assistant(assistant, model, DFlashModel),
+        }
+        results = {}
+        steps = run_bench(model, tokenizer, systems, files, limit, max_new_tokens)
+        for result, _ in track(steps, total=total, description="prompts", console=errors):
+            results[result.name] = result
+
+    table = Table("prompts", "system", "n", "tau", "speed-up", "p10 to p90", "identical", "ties", "largest gap")
+    rows = [result.summary(system) for result in results.values() for system in systems]
+    for row in rows:
+        table.add_row(
+            row["prompts"],
+            row["system"],
+            str(row["count"]),
+            f"{row['tau']:.3f}",
+            f"{row['speedup_median']:.2f}x",
+            f"{row['speedup_p10']:.2f} to {row['speedup_p90']:.2f}",
+            f"{row['identical']}/{row['count']}",
+            str(row["ties"]),
+            f"{row['largest_gap']:.1e}",
+        )
+    console.print(table)
+    if output is not None:
+        output.write_text(to_json(list(results.values()), systems, provenance(target, assistant)))
+    if any(row["identical"] + row["ties"] < row["count"] for row in rows):
+        errors.print("Assisted text differs from plain decoding beyond ties of the target's two best tokens.")
+        raise typer.Exit(1)
+
+
+def provenance(target: str, assistant: str) -> dict[str, Any]:
+    """What a measurement was made with."""
+    import torch
+    import transformers
+
+    from . import __version__
+
+    return {
+        "target": target,
+        "assistant": assistant,
+        "lilicorr_hf": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def print_plain(text: object) -> None:
+    """To stdout as it is; rich would wrap and colour what a script wants to read."""
+    console.file.write(f"{text}\n")
+
+
+@contextmanager
+def complaints() -> Iterator[None]:
+    """Errors that name what a user can mend end the command with that message, not with a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        errors.print(f"[red]Error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from error
