@@ -128,28 +128,28 @@ class DFlashPreTrainedModel(Qwen3PreTrainedModel):
                 plain drafter. Drafter tensors must be there in any case.
 
         Raises:
-            `ValueError`: naming the missing, unexpected or truncated tensors.
+            `ValueError`: naming the tensors that are missing, unexpected or of another shape; for damaged files.
         """
-        loading_info_wanted = kwargs.pop("output_loading_info", False)
+        wants_info = kwargs.pop("output_loading_info", False)
+        # Shapes that differ are collected here too, so that the error can name them.
+        options = kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
         except SafetensorError as error:
             raise ValueError(
-                f"The weights in {pretrained_model_name_or_path!r} are damaged or were only partly downloaded "
+                f"The weights in {str(pretrained_model_name_or_path)!r} are damaged or were only partly downloaded "
                 f"({error}). Delete them and download again."
             ) from error
         model, info = loaded
         missing = sorted(key for key in info["missing_keys"] if not init_head or key.startswith(DRAFTER_PREFIXES))
-        unexpected = sorted(info["unexpected_keys"])
-        if missing or unexpected:
+        problems = {"missing": missing, "unexpected": info["unexpected_keys"], "misshapen": info["mismatched_keys"]}
+        found = ", ".join(f"{what} tensors {sorted(keys)}" for what, keys in problems.items() if keys)
+        if found:
             raise ValueError(
-                f"{pretrained_model_name_or_path!r} is not a {cls.__name__} checkpoint: missing tensors {missing}, "
-                f"unexpected tensors {unexpected}. A plain drafter loads as `DFlashModel`, or with `init_head=True` "
-                "to train a head on it."
+                f"{str(pretrained_model_name_or_path)!r} is not a {cls.__name__} checkpoint: {found}. A plain drafter "
+                "loads as `DFlashModel`, or with `init_head=True` to train a head on it."
             )
-        return (model, info) if loading_info_wanted else model
+        return (model, info) if wants_info else model
 
 
 class DFlashModel(DFlashPreTrainedModel):

@@ -1,6 +1,9 @@
 """A tiny target and assistant: random weights, seconds of CPU."""
 
-from lilicorr_hf import LiLiCorrConfig
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from lilicorr_hf import DFlashModel, DraftOutput, LiLiCorrConfig, LiLiCorrDraftModel
 
 
 def tiny_config(**changes) -> LiLiCorrConfig:
@@ -26,3 +29,52 @@ def tiny_config(**changes) -> LiLiCorrConfig:
         "factor_dim": 12,
     }
     return LiLiCorrConfig(**(fields | changes))
+
+
+def tiny_target(family: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A random target in float64, so that one pass over a block and single steps choose the same tokens."""
+    config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}[family]
+    fields = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        # Wide enough that greedy text does not fall into a loop at once.
+        "initializer_range": 0.5,
+    }
+    if family == "gemma3":
+        fields |= {"query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": None}
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config_class(**(fields | changes))).double().eval()
+
+
+def tiny_assistant(seed: int = 0, model_class: type[DFlashModel] = LiLiCorrDraftModel, **changes) -> DFlashModel:
+    torch.manual_seed(seed)
+    return model_class(tiny_config(**changes)).eval()
+
+
+class Oracle(LiLiCorrDraftModel):
+    """Runs the real drafter, then proposes tokens computed from the target's own continuation."""
+
+    answer: torch.Tensor
+    shift = 0
+
+    def draft(self, context_states, anchor_ids, position_ids, cache, tables, **kwargs) -> DraftOutput:
+        output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
+        first = position_ids[0, -self.config.block_size].item() + 1
+        known = self.answer[:, first : first + self.config.num_slots]
+        output.token_ids = (known + self.shift) % self.config.vocab_size
+        return output
+
+
+class AntiOracle(Oracle):
+    """Never right."""
+
+    shift = 1

@@ -1,0 +1,119 @@
+"""The hook: once, guarded, reversible, and invisible to every other assistant."""
+
+import functools
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import tiny_assistant, tiny_target
+from transformers import GenerationMixin
+
+import lilicorr_hf
+from lilicorr_hf.modeling import generation_lilicorr
+
+
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.fixture
+def unhooked():
+    lilicorr_hf.uninstall_hook()
+    yield
+    lilicorr_hf.install_hook()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_target("llama"), tiny_assistant()
+
+
+def generate(model, assistant, **kwargs):
+    with lilicorr_hf.record() as recording:
+        output = model.generate(PROMPT, max_new_tokens=8, do_sample=False, assistant_model=assistant, **kwargs)
+    return output, recording
+
+
+def test_import_installs_it_and_a_second_time_changes_nothing(pair):
+    before = GenerationMixin._get_candidate_generator
+    lilicorr_hf.install_hook()
+    assert GenerationMixin._get_candidate_generator is before
+    assert generate(*pair)[1].blocks
+
+
+def test_uninstall_restores_the_original(unhooked, pair):
+    assert GenerationMixin._get_candidate_generator.__module__.startswith("transformers")
+    assert GenerationMixin._validate_generation_mode.__module__.startswith("transformers")
+    lilicorr_hf.uninstall_hook()
+    with pytest.raises(Exception, match="."):
+        generate(*pair)
+
+
+def test_uninstall_does_not_throw_away_another_wrapper(monkeypatch):
+    ours = GenerationMixin._get_candidate_generator
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", theirs)
+    lilicorr_hf.install_hook()
+    assert GenerationMixin._get_candidate_generator is theirs
+    with pytest.raises(RuntimeError, match="wrapped again"):
+        lilicorr_hf.uninstall_hook()
+    assert GenerationMixin._get_candidate_generator is theirs
+
+
+def test_wrapped_methods_keep_their_signature():
+    for name in generation_lilicorr.WRAPPERS:
+        method = getattr(GenerationMixin, name)
+        assert inspect.signature(method) == inspect.signature(method.__wrapped__)
+
+
+@pytest.mark.parametrize("name", ["_get_candidate_generator", "_validate_generation_mode"])
+def test_unknown_transformers_is_an_error_that_names_the_tested_versions(unhooked, monkeypatch, name):
+    monkeypatch.setattr(GenerationMixin, name, lambda self, something_else: None)
+    with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24"):
+        lilicorr_hf.install_hook()
+
+
+def test_attach_serves_one_instance_only(unhooked, pair):
+    target, assistant = pair
+    other = tiny_target("llama")
+    with lilicorr_hf.attach(target, assistant):
+        assert generate(target, assistant)[1].blocks
+        with pytest.raises(Exception, match="."):
+            generate(other, assistant)
+    with pytest.raises(Exception, match="."):
+        generate(target, assistant)
+    assert "_get_candidate_generator" not in target.__dict__
+
+
+def test_attach_checks_the_pair(pair):
+    with pytest.raises(ValueError, match="hidden_size"):
+        lilicorr_hf.attach(pair[0], tiny_assistant(hidden_size=40))
+
+
+def test_other_assistants_are_left_alone(pair):
+    target, _ = pair
+    plain = target.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    for kwargs in ({"assistant_model": tiny_target("llama", seed=1)}, {"prompt_lookup_num_tokens": 3}):
+        with lilicorr_hf.record() as recording:
+            output = target.generate(PROMPT, max_new_tokens=8, do_sample=False, **kwargs)
+        assert output.tolist() == plain.tolist() and recording.calls == 0
+
+
+def test_native_path_is_only_taken_when_asked_for_and_says_so(pair, caplog):
+    target, _ = pair
+    assistant = tiny_assistant().double()
+    with caplog.at_level("WARNING"):
+        output, recording = generate(target, assistant, speculation_type="dflash")
+    assert recording.calls == 0
+    assert output.tolist() == target.generate(PROMPT, max_new_tokens=8, do_sample=False).tolist()
+
+
+def test_importing_costs_little_more_than_transformers_generation():
+    """Neither gradio nor the trainer comes along; the time itself is measured by `make import-time`."""
+    code = "import sys, lilicorr_hf; print([m for m in ('gradio', 'datasets', 'transformers.trainer') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
