@@ -189,5 +189,5 @@ def complaints() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        errors.print(f"[red]Error:[/red] {escape(str(error))}", highlight=False)
+        errors.print(f"[red]Error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

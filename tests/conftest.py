@@ -1,10 +1,13 @@
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import lilicorr_hf
 
 
 # Tiny models are slower on many threads, far slower where something else keeps the cores busy.
@@ -36,3 +39,12 @@ def golden():
         return Golden(json.loads((GOLDEN / f"{case}.json").read_text()), load_file(GOLDEN / f"{case}.safetensors"))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The shipped pair on its real target, fetched on first use: model, tokenizer, assistant."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield lilicorr_hf.load_pair("smollm2-135m")
+    torch.set_num_threads(threads)

@@ -1,0 +1,88 @@
+"""The command line, as a user runs it."""
+
+import json
+
+import pytest
+from tiny import tiny_assistant, tiny_target
+from typer.testing import CliRunner
+
+from lilicorr_hf.cli import app
+
+
+def lilicorr(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_help_names_every_command():
+    result = lilicorr("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("generate", "fetch-target", "bench"))
+
+
+def test_generate_streams_text_then_a_table(smollm2):
+    result = lilicorr("generate", "Count from one to five.", "--max-new-tokens", 12, "--rounds", 1)
+    assert result.exit_code == 0, result.output
+    text, table = result.output.split("┏", 1)
+    assert len(text.split()) >= 3
+    assert "identical text" in table and "yes" in table and "tokens per pass" in table
+
+
+def test_generate_json(smollm2):
+    result = lilicorr("generate", "Count from one to five.", "--max-new-tokens", 12, "--rounds", 1, "--json")
+    report = json.loads(result.stdout)
+    assert report["identical"] is True and report["plain_target_passes"] == report["tokens"]
+    assert report["assisted_target_passes"] <= report["plain_target_passes"] and report["tau"] >= 1
+
+
+def test_generate_sampled_claims_no_identity(smollm2):
+    result = lilicorr(
+        "generate", "Hi", "--max-new-tokens", 6, "--rounds", 1, "--json", "--temperature", 0.8, "--no-chat"
+    )
+    assert json.loads(result.stdout)["identical"] is None
+
+
+@pytest.fixture
+def wrong_assistant(tmp_path):
+    tiny_assistant().save_pretrained(tmp_path / "assistant")
+    return tmp_path / "assistant"
+
+
+def test_wrong_pair_is_one_sentence_and_exit_code_2(smollm2, wrong_assistant):
+    result = lilicorr("generate", "Hi", "--assistant", wrong_assistant)
+    assert result.exit_code == 2
+    assert "vocab_size" in result.output and "Traceback" not in result.output
+
+
+def test_target_may_be_a_path(tmp_path, wrong_assistant):
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    result = lilicorr("generate", "Hi", "--target", tmp_path / "target", "--assistant", wrong_assistant)
+    assert result.exit_code == 2 and "okenizer" in result.output
+
+
+def test_unknown_target_to_fetch():
+    result = lilicorr("fetch-target", "gpt5")
+    assert result.exit_code == 2 and "smollm2-135m" in result.output
+
+
+def test_bench_prints_both_systems_and_writes_json(smollm2, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "Say hello."}]},
+        {"turns": ["Name a colour.", "And another."]},
+        {"prompt": "Never reached."},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    output = tmp_path / "out.json"
+    result = lilicorr("bench", prompts, "--limit", 2, "--max-new-tokens", 8, "--output", output)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert [row["system"] for row in report["summary"]] == ["lilicorr", "drafter argmax"]
+    assert all(row["count"] == 2 and row["identical"] + row["ties"] == 2 for row in report["summary"])
+    assert report["provenance"]["transformers"] and len(report["prompts"]["prompts"]) == 2
+
+
+def test_bench_names_a_row_it_cannot_read(smollm2, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "x"}')
+    result = lilicorr("bench", prompts)
+    assert result.exit_code == 2 and "line 1" in result.output
