@@ -1,0 +1,1 @@
+"""Pictures of the lattice and the walk."""
