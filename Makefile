@@ -32,6 +32,7 @@ quality: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/types && $(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	@! ls build/types | grep -v -e '^bin$$' -e '^lilicorr_hf' || { echo "the wheel owns more than lilicorr_hf"; exit 1; }
 	cd build/types && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lilicorr_hf
 
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.

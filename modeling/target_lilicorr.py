@@ -89,6 +89,12 @@ def check_target(config: LiLiCorrConfig, target: PreTrainedModel) -> None:
                 f"{theirs}. The assistant was trained for {trained_for}; load that target, or another "
                 "assistant."
             )
+    embedding, mask_token_id = target.get_input_embeddings(), require_mask_token(config)
+    if isinstance(embedding, nn.Embedding) and mask_token_id >= embedding.num_embeddings:
+        raise ValueError(
+            f"The assistant's mask token {mask_token_id} has no row in the embedding table of {name}, which has "
+            f"{embedding.num_embeddings} rows."
+        )
 
 
 def require_mask_token(config: LiLiCorrConfig) -> int:

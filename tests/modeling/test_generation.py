@@ -356,6 +356,14 @@ def test_encoder_decoder_and_headless_targets_are_refused(llama, assistant):
         assistant.check_target(llama.model)
 
 
+def test_mask_token_beyond_the_embedding_table_is_refused(assistant):
+    model = tiny_target("llama")
+    model.resize_token_embeddings(60)
+    model.config.vocab_size = 64
+    with pytest.raises(ValueError, match="mask token 63.*60 rows"):
+        greedy(model, prompt_of(3), max_new_tokens=4, assistant_model=assistant)
+
+
 def test_batch_is_refused_before_compute(llama, assistant):
     calls = []
     handle = llama.register_forward_pre_hook(lambda *_: calls.append(1))

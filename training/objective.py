@@ -1,0 +1,256 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""One training step's loss: the drafter on packed blocks, the head on the lattices it produces.
+
+Shapes: `b` rows, `T` tokens of a row, `N` blocks of a row, `B` block size, `S = B - 1` slots, `K` candidates of a slot,
+`V` vocabulary, `M` hidden width, `L` tapped layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
+from lilicorr_hf.modeling.target_lilicorr import TargetTables
+
+from . import losses
+from .blocks import pack_blocks
+
+
+@dataclass
+class Objective:
+    """Weights of the loss terms; the defaults are the paper's base recipe, `margin` its long-context one.
+
+    Args:
+        cross_entropy, distractor, hinge (`float`): weights of the head's terms, equations 3, 5 and appendix G.
+        margin (`float`): lead that the hinge asks for.
+        slot_weights (`str`): of the drafter's term: `decay` (DFlash), `dpace`, or `uniform`.
+        beta (`float`): decay in slots; 7 for blocks of 16, 4 for blocks of 8.
+        dpace_alpha (`float`): smoothing of D-PACE.
+    """
+
+    cross_entropy: float = 0.25
+    distractor: float = 0.25
+    hinge: float = 0.0
+    margin: float = 2.0
+    slot_weights: Literal["decay", "dpace", "uniform"] = "decay"
+    beta: float = 7.0
+    dpace_alpha: float = 0.5
+
+    @classmethod
+    def with_margin(cls, **changes) -> "Objective":
+        """The paper's variant for inputs longer than the training text (appendix G)."""
+        return cls(cross_entropy=0.125, hinge=0.125, **changes)
+
+
+@dataclass
+class TrainingBatch:
+    """What a step trains on, the frozen target's part included.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[b, T]`).
+        loss_mask (`torch.Tensor` of shape `[b, T]`): 1 at tokens the target wrote.
+        anchors (`torch.LongTensor` of shape `[b, N]`): position of each block's first token.
+        keep (`torch.BoolTensor` of shape `[b, N]`): `False` for blocks that only fill the tensor.
+        target_states (`torch.Tensor` of shape `[b, T, L * M]`): tapped states of the target.
+        target_logits (`Callable`): from row and position indices, both `[n]`, to the target's logits `[n, V]` there.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    anchors: torch.Tensor
+    keep: torch.Tensor
+    target_states: torch.Tensor
+    target_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class StepLoss:
+    """The loss to minimise, its parts, and what to watch; all scalars, everything but `loss` detached."""
+
+    loss: torch.Tensor
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class SlotLabels:
+    """Ground truth of every slot: ids `[b, N, S]`, and which of them count, `[b, N, S]`."""
+
+    ids: torch.Tensor
+    supervised: torch.Tensor
+
+
+def slot_labels(batch: TrainingBatch, num_slots: int) -> SlotLabels:
+    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the sequence where the target wrote it."""
+    length = batch.input_ids.shape[1]
+    positions = batch.anchors.unsqueeze(-1) + torch.arange(1, num_slots + 1, device=batch.anchors.device)
+    inside = positions < length
+    flat = positions.clamp(max=length - 1).flatten(1)
+    ids = batch.input_ids.gather(1, flat).view_as(positions)
+    written = batch.loss_mask.gather(1, flat).view_as(positions) > 0
+    return SlotLabels(ids, inside & written & batch.keep.unsqueeze(-1))
+
+
+@dataclass
+class SlotPredictions:
+    """The drafter's view of every slot, with gradients to its states.
+
+    Args:
+        cross_entropy (`torch.Tensor` of shape `[n]`): of the ground truth.
+        candidate_ids (`torch.LongTensor` of shape `[n, K]`), log_probs (`torch.Tensor` of shape `[n, K]`): the pool.
+    """
+
+    cross_entropy: torch.Tensor
+    candidate_ids: torch.Tensor
+    log_probs: torch.Tensor
+
+
+def predict_slots(
+    hidden: torch.Tensor, label_ids: torch.Tensor, tables: TargetTables, k: int, chunk_size: int
+) -> SlotPredictions:
+    """Runs the output head over slot states, a chunk of slots at a time, and keeps no logits for the backward pass.
+
+    Args:
+        hidden (`torch.Tensor` of shape `[n, M]`): post-norm states of the slots.
+        label_ids (`torch.LongTensor` of shape `[n]`).
+        tables ([`TargetTables`]): the target's output head.
+        k (`int`): candidates to keep.
+        chunk_size (`int`): slots at a time; logits of one chunk are all that ever exists.
+    """
+
+    def one_chunk(states, labels):
+        logits = tables.logits(states).float()
+        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        ids = logits.detach().topk(k, dim=-1).indices
+        cross_entropy = (normaliser - logits.gather(-1, labels.unsqueeze(-1))).squeeze(-1)
+        return cross_entropy, ids, logits.gather(-1, ids) - normaliser
+
+    chunks = zip(hidden.split(chunk_size), label_ids.split(chunk_size), strict=True)
+    outputs = [checkpoint(one_chunk, states, labels, use_reentrant=False) for states, labels in chunks]
+    return SlotPredictions(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+
+
+def training_loss(
+    model: DFlashModel, tables: TargetTables, batch: TrainingBatch, objective: Objective, chunk_size: int = 1024
+) -> StepLoss:
+    """Loss of one step: `L_DFlash` for a plain drafter, plus the head's terms for a LiLiCorr model (section 3).
+
+    Args:
+        model ([`DFlashModel`]): drafter, or drafter with head.
+        tables ([`TargetTables`]): of the frozen target.
+        batch ([`TrainingBatch`]).
+        objective ([`Objective`]).
+        chunk_size (`int`): slots whose logits exist at a time.
+    """
+    config = model.config
+    num_slots, k = config.num_slots, config.candidate_topk
+    labels = slot_labels(batch, num_slots)
+    blocks = pack_blocks(batch.input_ids, batch.anchors, batch.keep, config.block_size, model.mask_token_id)
+    output = model(
+        noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
+        context_hidden_states=batch.target_states.to(model.dtype),
+        attention_mask=blocks.allowed.unsqueeze(1),
+        position_ids=blocks.position_ids,
+    )
+    hidden = output.last_hidden_state.unflatten(1, (-1, config.block_size))[:, :, 1:]
+    predictions = predict_slots(hidden.flatten(0, 2), labels.ids.flatten(), tables, k, chunk_size)
+    shape = labels.ids.shape
+    cross_entropy = predictions.cross_entropy.view(shape)
+
+    weights = drafter_weights(objective, cross_entropy, labels.supervised)
+    loss = losses.block_loss(cross_entropy, weights)
+    step = StepLoss(loss, parts={"dflash": loss.detach()})
+    candidate_ids, log_probs = predictions.candidate_ids.view(*shape, k), predictions.log_probs.view(*shape, k)
+    truth_index = index_of(labels.ids, candidate_ids)
+    complete = labels.supervised.all(dim=-1)
+    hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
+    if isinstance(model, LiLiCorrDraftModel):
+        start, pair = score_blocks(
+            model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states
+        )
+        add_head_terms(step, objective, batch, start, pair, candidate_ids, truth_index, complete)
+        hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
+    for name, hit in hits.items():
+        step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
+    step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
+    step.metrics["complete_blocks"] = complete.sum()
+    return step
+
+
+def drafter_weights(objective: Objective, cross_entropy: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    """Weights `[b, N, S]` of the drafter's cross-entropies, 0 where nothing is supervised."""
+    if objective.slot_weights == "dpace":
+        return losses.dpace_weights(cross_entropy, supervised, objective.dpace_alpha) * supervised
+    if objective.slot_weights == "uniform":
+        return supervised.to(cross_entropy.dtype)
+    return losses.decay_weights(supervised.shape[-1], objective.beta, cross_entropy.device) * supervised
+
+
+def score_blocks(
+    model: LiLiCorrDraftModel, tables, batch, candidate_ids, log_probs, hidden, context
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]`; the anchor's row is the context before it."""
+    b, n = batch.anchors.shape
+    before = (batch.anchors - 1).clamp(min=0)
+    anchor_hidden = context.gather(1, before.unsqueeze(-1).expand(-1, -1, context.shape[-1]))
+    start, pair = model.lilicorr(
+        token_embeds=tables.embed(candidate_ids).detach().to(model.dtype).flatten(0, 1),
+        log_probs=log_probs.flatten(0, 1),
+        pass_hidden=hidden.flatten(0, 1),
+        anchor_hidden=anchor_hidden.flatten(0, 1),
+        anchor_valid=(batch.anchors > 0).flatten(),
+    )
+    return start.unflatten(0, (b, n)), pair.unflatten(0, (b, n))
+
+
+def add_head_terms(
+    step: StepLoss, objective: Objective, batch: TrainingBatch, start, pair, candidate_ids, truth_index, complete
+) -> None:
+    """Adds the head's terms to the loss: means over the slots of the oracle prefixes of the whole batch."""
+    supervised = losses.oracle_prefix(truth_index, complete)
+    scores = losses.node_scores(start, pair, truth_index)
+    count = supervised.sum().clamp(min=1)
+    terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
+    if objective.distractor:
+        logits = candidate_target_logits(batch, candidate_ids, supervised)
+        terms["distractor"] = losses.distractor_penalty(scores, logits, truth_index)
+    if objective.hinge and candidate_ids.shape[-1] > 1:
+        terms["hinge"] = losses.margin_hinge(scores, truth_index, objective.margin)
+    for name, value in terms.items():
+        mean = torch.where(supervised, value, value * 0.0).sum() / count
+        step.loss = step.loss + getattr(objective, name) * mean
+        step.parts[name] = mean.detach()
+    step.metrics["supervised_slots"] = supervised.sum()
+    step.metrics["slot_accuracy"] = masked_mean(scores.argmax(dim=-1) == truth_index, supervised)
+    step.metrics["factor_spread"] = (start.detach().std(dim=-1).mean() + pair.detach().std(dim=(-2, -1)).mean()) / 2
+
+
+@torch.no_grad()
+def candidate_target_logits(
+    batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor
+) -> torch.Tensor:
+    """The target's logits `[b, N, S, K]` of the candidates, read where they are supervised and 0 elsewhere.
+
+    Slot `s` is predicted by the target at anchor + s.
+    """
+    rows, blocks, slots = supervised.nonzero(as_tuple=True)
+    logits = torch.zeros(candidate_ids.shape, device=candidate_ids.device)
+    if len(rows):
+        at_slots = batch.target_logits(rows, batch.anchors[rows, blocks] + slots).float()
+        logits[rows, blocks, slots] = at_slots.gather(-1, candidate_ids[rows, blocks, slots])
+    return logits
+
+
+def index_of(label_ids: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
+    """Candidate index of each label, -1 where it is not among the candidates; `[*, S]` from `[*, S]`, `[*, S, K]`."""
+    match = candidate_ids == label_ids.unsqueeze(-1)
+    return torch.where(match.any(dim=-1), match.int().argmax(dim=-1), -1)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (values.float() * mask).sum() / mask.sum().clamp(min=1)
