@@ -37,7 +37,7 @@ quality: setup
 
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup
-	$(BIN)/python tests/import_time.py
+	$(BIN)/python tests/support/import_time.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

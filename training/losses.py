@@ -1,7 +1,7 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """The terms of the training loss as pure functions.
 
-Shapes: `*` leading dimensions (rows, blocks), `S` slots of a block, `K` candidates of a slot. Slots are counted from 0.
+Shapes: `*` leading dimensions (rows, blocks), `S` slots of a block, `K` candidates of a slot. Slots count from 0.
 Equation numbers are those of the LiLiCorr paper (arXiv 2608.20530).
 """
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """One training step's loss: the drafter on packed blocks, the head on the lattices it produces.
 
-Shapes: `b` rows, `T` tokens of a row, `N` blocks of a row, `B` block size, `S = B - 1` slots, `K` candidates of a slot,
-`V` vocabulary, `M` hidden width, `L` tapped layers.
+Shapes: `b` rows, `T` tokens of a row, `N` blocks of a row, `B` block size, `S = B - 1` slots, `K` candidates of a
+slot, `V` vocabulary, `M` hidden width, `L` tapped layers.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import GOLDEN
+from goldens import GOLDEN
 from safetensors.torch import load_file
 from transformers.cache_utils import DFlashCache
 

@@ -1,0 +1,150 @@
+"""The trainer on a tiny target: it learns, resumes exactly, and leaves the target alone."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_assistant, tiny_target
+
+from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
+from lilicorr_hf.training.arguments import LiLiCorrTrainingArguments
+from lilicorr_hf.training.data import BlockDataset, read_examples
+from lilicorr_hf.training.trainer import LiLiCorrTrainer
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama").float()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 63, (1, 4), generator=generator) for _ in range(8)]
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts):
+    """The target's own greedy answers."""
+    answers = [target.generate(prompt, do_sample=False, max_new_tokens=24)[0, 4:].tolist() for prompt in prompts]
+    rows = [{"prompt_ids": p[0].tolist(), "response_ids": a} for p, a in zip(prompts, answers, strict=True)]
+    return read_examples(rows, None, 100)
+
+
+def trainer_for(target, examples, folder, model=None, prompts=None, **changes):
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "max_anchors": 8,
+        "learning_rate": 3e-3,
+        "head_learning_rate": 3e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+    }
+    args = LiLiCorrTrainingArguments(**(options | changes))
+    data = BlockDataset(examples, args.max_anchors, args.seed)
+    model = tiny_assistant() if model is None else model
+    return LiLiCorrTrainer(model, target, args, data, prompts, eval_max_new_tokens=25)
+
+
+def test_overfitting_eight_answers_reaches_the_block(target, examples, prompts, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, prompts=prompts, max_steps=300, max_anchors=24)
+    before = trainer.evaluate()["eval_tau"]
+    trainer.train()
+    after = trainer.evaluate()["eval_tau"]
+    assert before < 2 and after > 0.9 * trainer.model.config.block_size
+
+
+def test_log_carries_every_part(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=2, hinge=0.125)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    names = ["loss_dflash", "loss_cross_entropy", "loss_distractor", "loss_hinge", "coverage", "selected_prefix"]
+    names += ["top1_prefix", "oracle_prefix", "factor_spread", "blocks_per_second", "supervised_slots", "grad_norm"]
+    assert all(name in row for name in names), row.keys()
+    weighted = row["loss_dflash"] + 0.25 * (row["loss_cross_entropy"] + row["loss_distractor"])
+    assert row["loss"] == pytest.approx(weighted + 0.125 * row["loss_hinge"], rel=1e-4)
+    assert row["top1_prefix"] <= row["oracle_prefix"] and row["selected_prefix"] <= row["oracle_prefix"]
+
+
+def test_resuming_equals_going_on(target, examples, tmp_path):
+    """20 steps, and 10 steps with 10 more from the checkpoint: same losses, weights and dtypes."""
+    options = {"max_steps": 20, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 10}
+    whole = trainer_for(target, examples, tmp_path / "whole", **options)
+    whole.train()
+    resumed = trainer_for(target, examples, tmp_path / "resumed", model=tiny_assistant(seed=5), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
+    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
+    assert losses[0][10:] == losses[1][10:]
+    for (name, ours), theirs in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32 and torch.equal(ours, theirs), name
+
+
+def test_target_is_in_no_optimizer_and_no_checkpoint(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    weights = {name: p.clone() for name, p in target.named_parameters()}
+    trainer.train()
+    trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in trainer.model.parameters()}
+    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in target.named_parameters())
+    saved = tmp_path / "checkpoint-2"
+    assert set(load_file(saved / "model.safetensors")) == set(trainer.model.state_dict())
+    assert "modeling_lilicorr.py" in {path.name for path in saved.iterdir()}
+    assert json.loads((saved / "config.json").read_text())["auto_map"]["AutoModel"].endswith("LiLiCorrDraftModel")
+
+
+def test_head_and_drafter_have_their_own_rates(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, learning_rate=1e-3, head_learning_rate=2e-3, weight_decay=0.1)
+    drafter, head = trainer.create_optimizer().param_groups
+    assert (drafter["lr"], drafter["weight_decay"]) == (1e-3, 0.1)
+    assert (head["lr"], head["weight_decay"]) == (2e-3, 0.01)
+    count = sum(p.numel() for p in trainer.model.lilicorr.parameters())
+    assert sum(p.numel() for p in head["params"]) == count
+
+
+@pytest.mark.parametrize("half", ["head", "drafter"])
+def test_training_one_half_leaves_the_other(target, examples, tmp_path, half):
+    other = {"head": "drafter", "drafter": "head"}[half]
+    trainer = trainer_for(target, examples, tmp_path, max_steps=3, **{f"train_{other}": False})
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) > 20 and all(name.startswith("lilicorr.") == (half == "head") for name in moved)
+
+
+def test_nothing_to_train_is_an_error(target, examples, tmp_path):
+    with pytest.raises(ValueError, match="train_head"):
+        trainer_for(target, examples, tmp_path, model=tiny_assistant(0, DFlashModel), train_drafter=False)
+
+
+def test_plain_drafter_trains_too(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, model=tiny_assistant(0, DFlashModel), max_steps=30)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_bf16_compute_keeps_fp32_weights(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=3, bf16=True)
+    trainer.train()
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_wrong_target_is_refused_before_training(examples, tmp_path):
+    with pytest.raises(ValueError, match="num_target_layers"):
+        trainer_for(tiny_target("llama", num_hidden_layers=5), examples, tmp_path)
+
+
+def test_saved_checkpoint_is_an_assistant(target, examples, prompts, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=20)
+    trainer.train()
+    trainer.save_model()
+    assistant = LiLiCorrDraftModel.from_pretrained(tmp_path)
+    plain = target.generate(prompts[0], do_sample=False, max_new_tokens=20)
+    assert target.generate(prompts[0], do_sample=False, max_new_tokens=20, assistant_model=assistant).equal(plain)

@@ -1,0 +1,80 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a training run is told, beyond what transformers' `TrainingArguments` already says."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import TrainingArguments
+
+from .objective import Objective
+
+
+def option(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    """The pair: a target and the drafter to train for it. The geometry applies to a new drafter only."""
+
+    target: str = option("smollm2-135m", "A name `lilicorr fetch-target` knows, a path or a Hub id.")
+    assistant: str | None = option(None, "Checkpoint to go on from; nothing for a new drafter.")
+    method: Literal["lilicorr", "dflash"] = option("lilicorr", "Drafter with the LiLiCorr head, or alone.")
+    target_dtype: str = option("bfloat16", "Type of the frozen target's weights.")
+    block_size: int = option(8, "Positions of a block, anchor included.")
+    mask_token_id: int | None = option(None, "An unused token of the target's vocabulary; required for a new drafter.")
+    num_layers: int = option(3, "Drafter layers.")
+    target_layer_ids: list[int] | None = option(None, "Tapped target layers; by default spread over the target.")
+    candidate_topk: int = option(8, "Candidates per slot.")
+    head_hidden_size: int = option(256, "Width of the head.")
+    head_num_layers: int = option(2, "Layers of the head.")
+    head_num_heads: int = option(4, "Attention heads of the head.")
+    factor_dim: int = option(256, "Dimension of the in and out vectors.")
+    warm_start: bool = option(True, "Start a new drafter from the target's last layers where the shapes allow it.")
+
+
+@dataclass
+class DataArguments:
+    """Where the training and evaluation rows come from."""
+
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "JSONL(.gz) files, or names of `datasets` datasets."}
+    )
+    eval_files: list[str] = field(
+        default_factory=list, metadata={"help": "JSONL(.gz) files of prompts for `generate`; never trained on."}
+    )
+    eval_prompts: int = option(16, "Prompts taken of the evaluation files.")
+    eval_max_new_tokens: int = option(64, "Tokens generated for each of them.")
+    max_length: int = option(1024, "Tokens kept of a row.")
+
+
+@dataclass
+class LiLiCorrTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the objective of the paper and a learning rate of its own for the head.
+
+    Changed defaults: `learning_rate` 6e-4, cosine schedule with 4% warm-up, `max_grad_norm` 1, bf16 compute with fp32
+    weights, `weight_decay` 0 for the drafter.
+    """
+
+    learning_rate: float = option(6e-4, "Of the drafter.")
+    lr_scheduler_type: str = option("cosine", "Schedule of both learning rates.")
+    warmup_steps: float = option(0.04, "Warm-up steps, or their share of all steps if below 1.")
+    bf16: bool = option(True, "Compute in bf16 over fp32 weights.")
+    remove_unused_columns: bool = option(False, "Every column is used.")
+    head_learning_rate: float = option(1.5e-4, "Of the head.")
+    head_weight_decay: float = option(0.01, "Of the head; the drafter's is `weight_decay`.")
+    train_drafter: bool = option(True, "Train the drafter; off for a head on a frozen drafter.")
+    train_head: bool = option(True, "Train the head; off to train the drafter alone under it.")
+    max_anchors: int = option(512, "Blocks taken of one row at most, drawn anew each epoch.")
+    slot_chunk_size: int = option(1024, "Slots whose logits exist at a time.")
+    cross_entropy: float = option(0.25, "Weight of the head's cross-entropy.")
+    distractor: float = option(0.25, "Weight of the target-weighted distractor penalty.")
+    hinge: float = option(0.0, "Weight of the margin hinge; the paper gives it and cross_entropy 0.125.")
+    margin: float = option(2.0, "Lead that the hinge asks for.")
+    slot_weights: str = option("decay", "Of the drafter's term: decay, dpace or uniform.")
+    beta: float = option(7.0, "Decay of the slots' weights; 7 for blocks of 16, 4 for blocks of 8.")
+
+    @property
+    def objective(self) -> Objective:
+        names = ("cross_entropy", "distractor", "hinge", "margin", "slot_weights", "beta")
+        return Objective(**{name: getattr(self, name) for name in names})

@@ -1,0 +1,188 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""Rows of any of the usual formats as token ids with a mask of what the target wrote, and the anchors of each epoch.
+
+Shapes: `b` rows, `T` tokens of the longest row, `N` blocks of the row with most.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass
+class Example:
+    """One sequence: token ids, and whether the target wrote each of them."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+
+    def truncated(self, max_length: int) -> "Example":
+        return Example(self.input_ids[:max_length], self.loss_mask[:max_length])
+
+    @property
+    def anchors(self) -> list[int]:
+        """Positions a block may start at: a written token that a written token follows."""
+        mask = self.loss_mask
+        return [i for i in range(len(mask) - 1) if mask[i] and mask[i + 1]]
+
+
+def read_examples(
+    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, max_length: int
+) -> list[Example]:
+    """Examples of rows with `prompt_ids` and `response_ids`, `messages`, `prompt` and `completion`, or ShareGPT's
+    `conversations`; those without room for a single block are left out.
+
+    Args:
+        rows (iterable of `dict`): formats may be mixed.
+        tokenizer (`PreTrainedTokenizerBase`): of the target; not needed for token ids.
+        max_length (`int`): tokens kept of each row, from its start.
+
+    Raises:
+        `ValueError`: for a row of no known format, or if nothing in any row would be trained on.
+    """
+    examples = [
+        example.truncated(max_length)
+        for number, row in enumerate(rows, 1)
+        for example in parse(row, tokenizer, number)
+    ]
+    usable = [example for example in examples if example.anchors]
+    if not usable:
+        raise ValueError(
+            f"None of {len(examples)} examples holds two supervised tokens within {max_length}: nothing would be "
+            "trained on. Check the roles of the messages, the chat template and `max_length`."
+        )
+    return usable
+
+
+def parse(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[Example]:
+    """The examples of one row; several where the template renders earlier turns differently later on."""
+    if "prompt_ids" in row and "response_ids" in row:
+        prompt, response = list(row["prompt_ids"]), list(row["response_ids"])
+        return [Example(prompt + response, [0] * len(prompt) + [1] * len(response))]
+    messages = messages_of(row)
+    if messages is None:
+        raise ValueError(
+            f"Row {number} has none of `messages`, `prompt` and `completion`, `conversations`, or `prompt_ids` and "
+            f"`response_ids`; it has {sorted(row)}."
+        )
+    if tokenizer is None:
+        raise ValueError(f"Row {number} is text; give the target's tokenizer to read it.")
+    return supervise(messages, tokenizer)
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, str]] | None:
+    if "messages" in row:
+        return row["messages"]
+    if "conversations" in row:
+        turns = row["conversations"]
+        return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    if "prompt" in row and "completion" in row:
+        turns = []
+        for role, text in (("user", row["prompt"]), ("assistant", row["completion"])):
+            turns += [{"role": role, "content": text}] if isinstance(text, str) else text
+        return turns
+    return None
+
+
+def supervise(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Token ids of a chat with every assistant turn supervised, from its first token to its end token.
+
+    The mask is derived by rendering: an answer is what the template adds to the prompt that serving would have sent,
+    so no `{% generation %}` marks are needed and both see the same ids. One sequence holds all turns as long as the
+    template keeps what it rendered before; where it rewrites earlier turns, a new example begins.
+
+    Raises:
+        `ValueError`: if the supervised ids do not decode to the answers, so that the template cannot be trained on.
+    """
+    examples: list[Example] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        whole = render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(
+                "The chat template does not render an answer behind its own generation prompt, so what the target "
+                f"wrote cannot be told apart. Prompt: {tokenizer.decode(prompt)[-60:]!r}."
+            )
+        answer = cut_after_end(whole[len(prompt) :], tokenizer)
+        check_decodes(answer, message["content"], tokenizer)
+        previous = examples[-1] if examples else None
+        if previous is None or prompt[: len(previous.input_ids)] != previous.input_ids:
+            previous = Example([], [])
+            examples.append(previous)
+        start = len(previous.input_ids)
+        previous.loss_mask += [0] * (len(prompt) - start) + [1] * len(answer)
+        previous.input_ids += prompt[start:] + answer
+    return examples
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages, add_generation_prompt: bool) -> list[int]:
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, return_dict=False
+    )
+
+
+def cut_after_end(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The answer up to its end token; what a template puts behind that was not written by the target."""
+    if tokenizer.eos_token_id in answer:
+        return answer[: answer.index(tokenizer.eos_token_id) + 1]
+    return answer
+
+
+def check_decodes(answer: list[int], content: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+    if text != content.strip():
+        raise ValueError(
+            f"The supervised tokens read {text[:80]!r} where the answer is {content[:80]!r}: the chat template "
+            "changes answers, and training on it would not match serving."
+        )
+
+
+class BlockDataset(Dataset):
+    """Examples with the anchors of the current epoch, drawn anew each epoch and the same in every run.
+
+    Args:
+        examples (sequence of [`Example`]).
+        max_anchors (`int`): blocks taken of one example at most.
+        seed (`int`): an example's anchors depend on it, the epoch and the example's index alone.
+    """
+
+    def __init__(self, examples: Sequence[Example], max_anchors: int, seed: int = 0):
+        self.examples, self.max_anchors, self.seed = examples, max_anchors, seed
+        # Set by the trainer. A `set_epoch` method would also be called by accelerate, with a count that starts anew on
+        # resuming.
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        example = self.examples[index]
+        possible = example.anchors
+        rng = random.Random(f"{self.seed} {self.epoch} {index}")
+        anchors = sorted(rng.sample(possible, min(self.max_anchors, len(possible))))
+        return {"input_ids": example.input_ids, "loss_mask": example.loss_mask, "anchors": anchors}
+
+
+def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right: `input_ids`, `attention_mask`, `loss_mask` `[b, T]`; `anchors`, `keep` `[b, N]`."""
+
+    def padded(lists: list[list[int]]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in lists], batch_first=True)
+
+    return {
+        "input_ids": padded([row["input_ids"] for row in rows]),
+        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows]),
+        "loss_mask": padded([row["loss_mask"] for row in rows]),
+        "anchors": padded([row["anchors"] for row in rows]),
+        "keep": padded([[1] * len(row["anchors"]) for row in rows]).bool(),
+    }

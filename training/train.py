@@ -1,0 +1,123 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""`python -m lilicorr_hf.training.train --config x.yaml [--option value ...]`: trains a drafter for a target."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from lilicorr_hf.measure import encode
+from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
+from lilicorr_hf.pairs import load_target, resolve_assistant
+
+from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
+from .conversations import read_jsonl
+from .data import BlockDataset, read_examples
+from .trainer import LiLiCorrTrainer
+from .warm_start import start_from_target
+
+
+ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
+METHODS: dict[str, type[DFlashModel]] = {"lilicorr": LiLiCorrDraftModel, "dflash": DFlashModel}
+
+
+def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiLiCorrTrainingArguments]:
+    """Options of a YAML file, each overridden by the same option on the command line.
+
+    Raises:
+        `ValueError`: for an option of the file that nothing knows.
+    """
+    parser = HfArgumentParser(ARGUMENTS)  # type: ignore[arg-type]
+    if "--config" in argv:
+        at = argv.index("--config")
+        settings: dict[str, Any] = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(settings.keys() - known):
+            raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
+        argv = to_argv(settings) + argv[:at] + argv[at + 2 :]
+    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)  # type: ignore[return-value]
+
+
+def to_argv(settings: dict[str, Any]) -> list[str]:
+    argv = []
+    for name, value in settings.items():
+        argv.append(f"--{name}")
+        argv += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return argv
+
+
+def new_config(args: ModelArguments, target: PreTrainedModel) -> LiLiCorrConfig:
+    """Geometry of a new drafter: the target's own where the two have to agree, or start from each other."""
+    text = target.config.get_text_config()
+    if args.mask_token_id is None:
+        raise ValueError("`mask_token_id` is required for a new drafter: give an unused token of the target.")
+    return LiLiCorrConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        rms_norm_eps=text.rms_norm_eps,
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters=dict(text.rope_parameters),
+        block_size=args.block_size,
+        mask_token_id=args.mask_token_id,
+        target_layer_ids=args.target_layer_ids or [],
+        num_target_layers=text.num_hidden_layers,
+        target_name_or_path=args.target,
+        candidate_topk=args.candidate_topk,
+        head_hidden_size=args.head_hidden_size,
+        head_num_layers=args.head_num_layers,
+        head_num_heads=args.head_num_heads,
+        factor_dim=args.factor_dim,
+    )
+
+
+def load_model(args: ModelArguments, target: PreTrainedModel, sample_ids: torch.Tensor) -> DFlashModel:
+    """The model to train in fp32: a checkpoint to go on from, or a new one, warm if asked for."""
+    model_class = METHODS[args.method]
+    if args.assistant is not None:
+        return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32, init_head=True)
+    model = model_class(new_config(args, target))
+    if args.warm_start:
+        start_from_target(model, target, sample_ids)
+    return model
+
+
+def read_files(files: list[str]) -> list[dict[str, Any]]:
+    return [row for file in files for _, row in read_jsonl(Path(file))]
+
+
+def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
+    rows = read_files(args.eval_files)[: args.eval_prompts]
+    chats = [row.get("messages") or row.get("prompt") or row["turns"][0] for row in rows]
+    return [encode(tokenizer, chat)["input_ids"] for chat in chats]
+
+
+def main(argv: list[str] | None = None) -> None:
+    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    set_seed(args.seed)
+    target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
+    examples = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
+    model = load_model(model_args, target, torch.tensor([examples[0].input_ids]))
+    trainer = LiLiCorrTrainer(
+        model=model,
+        target=target,
+        args=args,
+        train_dataset=BlockDataset(examples, args.max_anchors, args.seed),
+        eval_prompts=eval_prompts(data_args, tokenizer),
+        eval_max_new_tokens=data_args.eval_max_new_tokens,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""A drafter that starts as its target's last layers instead of noise, which saves most of the early training.
+
+Shapes: `n` tokens, `M` hidden width, `L` tapped layers, `d` head dimension.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+
+
+@torch.no_grad()
+def start_from_target(drafter: DFlashModel, target: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Copies the target's last decoder layers into the drafter and makes its context look like what they read.
+
+    `fc` passes the last tapped state through and `hidden_norm` normalises it like the layer after the first copied one
+    would; the drafter's query and key norms, which most targets lack, take the size of the target's own projections.
+
+    Args:
+        drafter ([`DFlashModel`]): changed in place.
+        target (`PreTrainedModel`): Llama-like, with the drafter's head count, head dimension and MLP width.
+        input_ids (`torch.LongTensor` of shape `[1, n]`): text to measure those projections on; a few hundred tokens.
+
+    Raises:
+        `ValueError`: naming the first tensor whose shape differs.
+    """
+    config, decoder = drafter.config, target.base_model
+    first = len(decoder.layers) - config.num_hidden_layers
+    hidden = decoder(input_ids=input_ids, output_hidden_states=True).hidden_states
+    for i, layer in enumerate(drafter.layers):
+        source = decoder.layers[first + i]
+        for name in ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+            copy_weight(layer.get_submodule(name), source.get_submodule(name), name)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            copy_weight(getattr(layer.self_attn, name), getattr(source.self_attn, name), name)
+        states = source.input_layernorm(hidden[first + i])
+        for name in ("q", "k"):
+            projected = getattr(source.self_attn, f"{name}_proj")(states).unflatten(-1, (-1, config.head_dim))
+            norm = getattr(layer.self_attn, f"{name}_norm")
+            norm.weight.copy_(projected.float().pow(2).mean(dim=(0, 1, 2)).sqrt())
+    copy_weight(drafter.norm, decoder.norm, "norm")
+    following = decoder.layers[min(first + 1, len(decoder.layers) - 1)]
+    copy_weight(drafter.hidden_norm, following.input_layernorm, "hidden_norm")
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+
+
+def copy_weight(module: nn.Module, source: nn.Module, name: str) -> None:
+    if module.weight.shape != source.weight.shape:
+        raise ValueError(
+            f"Cannot start from the target: its {name} is {list(source.weight.shape)}, the drafter's is "
+            f"{list(module.weight.shape)}. Give the drafter the target's head count, head dimension and MLP width."
+        )
+    module.weight.copy_(source.weight)
