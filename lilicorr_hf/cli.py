@@ -5,6 +5,7 @@ import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,19 +138,16 @@ def bench(
         for result, _ in track(steps, total=total, description="prompts", console=errors):
             results[result.name] = result
 
-    table = Table("prompts", "system", "n", "tau", "speed-up", "p10 to p90", "identical", "ties", "largest gap")
+    table = Table("prompts", "system", "tau", "speed-up (p10 to p90)", "identical", "ties")
     rows = [result.summary(system) for result in results.values() for system in systems]
     for row in rows:
         table.add_row(
             row["prompts"],
             row["system"],
-            str(row["count"]),
             f"{row['tau']:.3f}",
-            f"{row['speedup_median']:.2f}x",
-            f"{row['speedup_p10']:.2f} to {row['speedup_p90']:.2f}",
+            f"{row['speedup_median']:.2f}x ({row['speedup_p10']:.2f} to {row['speedup_p90']:.2f})",
             f"{row['identical']}/{row['count']}",
-            str(row["ties"]),
-            f"{row['largest_gap']:.1e}",
+            f"{row['ties']} (gap {row['largest_gap']:.1e})" if row["identical"] < row["count"] else "0",
         )
     console.print(table)
     if output is not None:
@@ -157,6 +155,25 @@ def bench(
     if any(row["identical"] + row["ties"] < row["count"] for row in rows):
         errors.print("Assisted text differs from plain decoding beyond ties of the target's two best tokens.")
         raise typer.Exit(1)
+
+
+def add_plugin(command: EntryPoint) -> None:
+    """A subcommand of a part of the package that builds on this one: it reads its own options, `--help` included."""
+
+    def run(context: typer.Context) -> None:
+        with complaints():
+            command.load()(context.args)
+
+    app.command(
+        command.name,
+        help=f"See `lilicorr {command.name} --help`.",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )(run)
+
+
+for entry_point in entry_points(group="lilicorr.commands"):
+    add_plugin(entry_point)
 
 
 def provenance(target: str, assistant: str) -> dict[str, Any]:

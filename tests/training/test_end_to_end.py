@@ -1,0 +1,101 @@
+"""From prompts to an assistant, through the commands a user runs."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from lilicorr_hf import LiLiCorrDraftModel
+from lilicorr_hf.cli import app
+from lilicorr_hf.training import train
+
+
+def lilicorr(*args):
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def target_folder(model, tokenizer, tmp_path):
+    folder = tmp_path / "target"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config_file(target_folder, prompts, tmp_path):
+    settings = {
+        "target": str(target_folder),
+        "target_dtype": "float32",
+        "output_dir": str(tmp_path / "run"),
+        "train_files": [str(tmp_path / "answers.jsonl.gz")],
+        "eval_files": [str(prompts)],
+        "eval_prompts": 4,
+        "mask_token_id": 63,
+        "block_size": 5,
+        "num_layers": 2,
+        "target_layer_ids": [0],
+        "candidate_topk": 3,
+        "head_hidden_size": 16,
+        "head_num_heads": 2,
+        "factor_dim": 12,
+        "per_device_train_batch_size": 4,
+        "max_anchors": 8,
+        "max_steps": 10,
+        "logging_steps": 10,
+        "eval_strategy": "steps",
+        "eval_steps": 30,
+        "save_strategy": "steps",
+        "save_steps": 30,
+        "metric_for_best_model": "tau",
+        "greater_is_better": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_regenerate_train_evaluate_save_load_generate(model, target_folder, prompts, config_file, tmp_path):
+    options = ("--max_new_tokens", 30, "--max_prompt_tokens", 60, "--dtype", "float32", "--limit", 16)
+    answers = tmp_path / "answers.jsonl.gz"
+    report = lilicorr("regenerate", "--target", target_folder, "--dataset", prompts, "--output", answers, *options)
+    assert json.loads(report[report.index("{") :])["answers"] == 16
+
+    lilicorr("train", "--config", config_file, "--max_steps", 60)
+    state = json.loads((tmp_path / "run" / "checkpoint-60" / "trainer_state.json").read_text())
+    assert state["global_step"] == 60, "the command line overrides the file"
+    assert state["best_metric"] >= 1.0
+    assert [row["step"] for row in state["log_history"] if "eval_tau" in row] == [30, 60]
+
+    assistant = LiLiCorrDraftModel.from_pretrained(tmp_path / "run")
+    prompt = torch.tensor([[1, 4, 9, 2, 5]])
+    plain = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    assert model.generate(prompt, do_sample=False, max_new_tokens=20, assistant_model=assistant).equal(plain)
+
+
+def test_unknown_option_in_the_file_is_named(config_file):
+    config_file.write_text(config_file.read_text() + "learning_rat: 1\n")
+    with pytest.raises(ValueError, match="learning_rat"):
+        train.parse_arguments(["--config", str(config_file)])
+
+
+def test_command_line_wins_over_the_file(config_file):
+    model_args, _, args = train.parse_arguments(["--config", str(config_file), "--block_size", "7", "--beta", "3"])
+    assert (model_args.block_size, args.beta, args.max_steps) == (7, 3.0, 10)
+
+
+def test_new_drafter_needs_a_mask_token(config_file, prompts):
+    settings = yaml.safe_load(config_file.read_text())
+    settings["train_files"] = [str(prompts.with_name("rows.jsonl"))]
+    prompts.with_name("rows.jsonl").write_text(json.dumps({"prompt_ids": [1, 4], "response_ids": [7, 8, 9, 2]}))
+    del settings["mask_token_id"]
+    config_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match="mask_token_id"):
+        train.main(["--config", str(config_file)])
