@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from .conversations import render
+
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -125,12 +127,6 @@ def supervise(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizer
     return examples
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages, add_generation_prompt: bool) -> list[int]:
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, return_dict=False
-    )
-
-
 def cut_after_end(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The answer up to its end token; what a template puts behind that was not written by the target."""
     if tokenizer.eos_token_id in answer:
@@ -139,8 +135,8 @@ def cut_after_end(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def check_decodes(answer: list[int], content: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
-    if text != content.strip():
+    text = str(tokenizer.decode(answer, skip_special_tokens=True))
+    if text.strip() != content.strip():
         raise ValueError(
             f"The supervised tokens read {text[:80]!r} where the answer is {content[:80]!r}: the chat template "
             "changes answers, and training on it would not match serving."

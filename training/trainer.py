@@ -15,7 +15,7 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
 from .data import BlockDataset, collate
-from .objective import StepLoss, TrainingBatch, training_loss
+from .objective import Objective, StepLoss, TrainingBatch, training_loss
 
 
 class AnchorEpoch(TrainerCallback):
@@ -68,7 +68,7 @@ class LiLiCorrTrainer(Trainer):
         self.add_callback(AnchorEpoch)
         self.target = target.eval().requires_grad_(False).to(args.device)
         self.tables = TargetTables(target)
-        self.objective = args.objective
+        self.objective: Objective = args.objective
         self.eval_max_new_tokens = eval_max_new_tokens
         # The loss is the mean over one micro-batch; `Trainer` divides it by their number.
         self.loss_is_scaled_for_ga = False
@@ -78,8 +78,10 @@ class LiLiCorrTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (or `args.optim`) over two groups, drafter and head, each with its own rate and decay."""
         if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model, self.args)
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            trained = self.model if model is None else model
+            assert isinstance(trained, nn.Module)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
+            groups = parameter_groups(trained, self.args)
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
@@ -132,7 +134,7 @@ class LiLiCorrTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """`generate` on every prompt with the model as assistant; acceptance length over all blocks."""
-        prompts = self.eval_dataset if eval_dataset is None else eval_dataset
+        prompts: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.accelerator.unwrap_model(self.model)
         model.eval()
         start = time.perf_counter()

@@ -4,8 +4,9 @@
 Shapes: `n` tokens, `M` hidden width, `L` tapped layers, `d` head dimension.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
@@ -26,10 +27,12 @@ def start_from_target(drafter: DFlashModel, target: PreTrainedModel, input_ids: 
     Raises:
         `ValueError`: naming the first tensor whose shape differs.
     """
-    config, decoder = drafter.config, target.base_model
+    config = drafter.config
+    decoder: Any = target.base_model
     first = len(decoder.layers) - config.num_hidden_layers
     hidden = decoder(input_ids=input_ids, output_hidden_states=True).hidden_states
-    for i, layer in enumerate(drafter.layers):
+    for i in range(config.num_hidden_layers):
+        layer: Any = drafter.layers[i]
         source = decoder.layers[first + i]
         for name in ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             copy_weight(layer.get_submodule(name), source.get_submodule(name), name)
@@ -47,7 +50,7 @@ def start_from_target(drafter: DFlashModel, target: PreTrainedModel, input_ids: 
     drafter.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
 
 
-def copy_weight(module: nn.Module, source: nn.Module, name: str) -> None:
+def copy_weight(module: Any, source: Any, name: str) -> None:
     if module.weight.shape != source.weight.shape:
         raise ValueError(
             f"Cannot start from the target: its {name} is {list(source.weight.shape)}, the drafter's is "

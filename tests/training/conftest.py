@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+from regeneration import TEMPLATE, WORDS, write_rows
+from tiny import tiny_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token="<end>",
+        additional_special_tokens=["<bos>", "<system>", "<user>", "<assistant>"],
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def model() -> PreTrainedModel:
+    """Its answers neither end nor loop at once."""
+    return tiny_target("llama", eos_token_id=2, initializer_range=0.2, num_hidden_layers=2).float()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Thirty ragged single prompts."""
+    rows = [
+        {
+            "id": f"p{i}",
+            "category": "chat",
+            "source": "test",
+            "prompt": " ".join(f"w{(i * k) % 58}" for k in range(1 + i % 9)),
+        }
+        for i in range(30)
+    ]
+    return write_rows(tmp_path / "prompts.jsonl", rows)
