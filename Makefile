@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Freed buffers stay with the process: on many machines fresh memory costs more than the arithmetic on it.
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
-PROMPT ?= Explain what speculative decoding is, in three sentences.
+PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
 .PHONY: setup generate test quality style import-time clean
 
