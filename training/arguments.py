@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from transformers import TrainingArguments
 
 from .objective import Objective
@@ -60,6 +61,7 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     lr_scheduler_type: str = option("cosine", "Schedule of both learning rates.")
     warmup_steps: float = option(0.04, "Warm-up steps, or their share of all steps if below 1.")
     bf16: bool = option(True, "Compute in bf16 over fp32 weights.")
+    ddp_find_unused_parameters: bool | None = option(False, "Every trained parameter has a gradient in every step.")
     remove_unused_columns: bool = option(False, "Every column is used.")
     head_learning_rate: float = option(1.5e-4, "Of the head.")
     head_weight_decay: float = option(0.01, "Of the head; the drafter's is `weight_decay`.")
@@ -73,6 +75,11 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     margin: float = option(2.0, "Lead that the hinge asks for.")
     slot_weights: str = option("decay", "Of the drafter's term: decay, dpace or uniform.")
     beta: float = option(7.0, "Decay of the slots' weights; 7 for blocks of 16, 4 for blocks of 8.")
+
+    def __post_init__(self) -> None:
+        # Without this, `TrainingArguments` takes bf16 for a wish it cannot grant where there is no accelerator.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
 
     @property
     def objective(self) -> Objective:

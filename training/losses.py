@@ -34,14 +34,15 @@ def dpace_weights(cross_entropy: torch.Tensor, mask: torch.Tensor, alpha: float 
     return reach.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-def block_loss(cross_entropy: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def block_loss(cross_entropy: torch.Tensor, weights: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Weighted mean of the drafter's cross-entropies over a whole batch, 0 where hardly anything is supervised.
 
     Args:
         cross_entropy (`torch.Tensor` of shape `[*, S]`).
         weights (`torch.Tensor` of shape `[*, S]`): 0 at slots that are not supervised.
+        total (`torch.Tensor` of shape `[]`): sum of the weights of the whole batch, if this is a part of it.
     """
-    total = weights.sum()
+    total = weights.sum() if total is None else total
     mean = (weights * cross_entropy).sum() / (total + 1e-6)
     return torch.where(total > 1, mean, mean * 0.0)
 

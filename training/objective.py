@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk
-from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel, DFlashOutput
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
 
@@ -69,8 +69,31 @@ class TrainingBatch:
 
 
 @dataclass
+class Share:
+    """What part of an optimizer step a micro-batch on one process is.
+
+    Gradients are averaged over processes and summed over micro-batches, so a mean over the step's slots needs both
+    known. The drafter's weights are known before the step, unless they depend on its losses (D-PACE).
+    How many slots teach the head shows only when its candidates are known: that count is reduced over processes, and
+    each micro-batch contributes the mean over its own.
+
+    Args:
+        weight_total (`torch.Tensor` of shape `[]`): the drafter's slot weights of the whole step; `None` if not known.
+        micro_batches (`int`): micro-batches of the step on each process.
+        processes (`int`): processes that train together.
+        reduce (`Callable`): sum of a scalar over processes.
+    """
+
+    weight_total: torch.Tensor | None = None
+    micro_batches: int = 1
+    processes: int = 1
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
+
+
+@dataclass
 class StepLoss:
-    """The loss to minimise, its parts, and what to watch; all scalars, everything but `loss` detached."""
+    """The loss to minimise, the means of its parts over this micro-batch, and what to watch; scalars, only `loss` with
+    a graph."""
 
     loss: torch.Tensor
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -85,15 +108,20 @@ class SlotLabels:
     supervised: torch.Tensor
 
 
-def slot_labels(batch: TrainingBatch, num_slots: int) -> SlotLabels:
-    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the sequence where the target wrote it."""
-    length = batch.input_ids.shape[1]
-    positions = batch.anchors.unsqueeze(-1) + torch.arange(1, num_slots + 1, device=batch.anchors.device)
+def slot_labels(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, anchors: torch.Tensor, keep: torch.Tensor, num_slots: int
+) -> SlotLabels:
+    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the sequence where the target wrote it.
+
+    Arguments as in [`TrainingBatch`].
+    """
+    length = input_ids.shape[1]
+    positions = anchors.unsqueeze(-1) + torch.arange(1, num_slots + 1, device=anchors.device)
     inside = positions < length
     flat = positions.clamp(max=length - 1).flatten(1)
-    ids = batch.input_ids.gather(1, flat).view_as(positions)
-    written = batch.loss_mask.gather(1, flat).view_as(positions) > 0
-    return SlotLabels(ids, inside & written & batch.keep.unsqueeze(-1))
+    ids = input_ids.gather(1, flat).view_as(positions)
+    written = loss_mask.gather(1, flat).view_as(positions) > 0
+    return SlotLabels(ids, inside & written & keep.unsqueeze(-1))
 
 
 @dataclass
@@ -113,7 +141,7 @@ class SlotPredictions:
 def predict_slots(
     hidden: torch.Tensor, label_ids: torch.Tensor, tables: TargetTables, k: int, chunk_size: int
 ) -> SlotPredictions:
-    """Runs the output head over slot states, a chunk of slots at a time, and keeps no logits for the backward pass.
+    """Runs the output head over slot states; if they are more than a chunk, keeps no logits for the backward pass.
 
     Args:
         hidden (`torch.Tensor` of shape `[n, M]`): post-norm states of the slots.
@@ -130,13 +158,21 @@ def predict_slots(
         cross_entropy = (normaliser - logits.gather(-1, labels.unsqueeze(-1))).squeeze(-1)
         return cross_entropy, ids, logits.gather(-1, ids) - normaliser
 
+    if len(hidden) <= chunk_size:
+        return SlotPredictions(*one_chunk(hidden, label_ids))
     chunks = zip(hidden.split(chunk_size), label_ids.split(chunk_size), strict=True)
     outputs = [checkpoint(one_chunk, states, labels, use_reentrant=False) for states, labels in chunks]
     return SlotPredictions(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
 
 
 def training_loss(
-    model: DFlashModel, tables: TargetTables, batch: TrainingBatch, objective: Objective, chunk_size: int = 1024
+    model: DFlashModel,
+    tables: TargetTables,
+    batch: TrainingBatch,
+    objective: Objective,
+    chunk_size: int = 1024,
+    share: Share | None = None,
+    forward: Callable[..., DFlashOutput] | None = None,
 ) -> StepLoss:
     """Loss of one step: `L_DFlash` for a plain drafter, plus the head's terms for a LiLiCorr model (section 3).
 
@@ -146,12 +182,14 @@ def training_loss(
         batch ([`TrainingBatch`]).
         objective ([`Objective`]).
         chunk_size (`int`): slots whose logits exist at a time.
+        share ([`Share`]): what part of an optimizer step this is; by default all of it.
+        forward (`Callable`): the model's forward pass, wrapped for distributed training; by default the model.
     """
-    config = model.config
-    num_slots, k = config.num_slots, config.candidate_topk
-    labels = slot_labels(batch, num_slots)
+    config, share = model.config, share or Share()
+    k = config.candidate_topk
+    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, config.num_slots)
     blocks = pack_blocks(batch.input_ids, batch.anchors, batch.keep, config.block_size, model.mask_token_id)
-    output = model(
+    output = (forward or model)(
         noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
         context_hidden_states=batch.target_states.to(model.dtype),
         attention_mask=blocks.allowed.unsqueeze(1),
@@ -162,9 +200,11 @@ def training_loss(
     shape = labels.ids.shape
     cross_entropy = predictions.cross_entropy.view(shape)
 
-    weights = drafter_weights(objective, cross_entropy, labels.supervised)
-    loss = losses.block_loss(cross_entropy, weights)
-    step = StepLoss(loss, parts={"dflash": loss.detach()})
+    weights = drafter_weights(objective, labels.supervised, cross_entropy)
+    parts = 1 if share.weight_total is not None else share.micro_batches
+    total = share.reduce(weights.sum()) if share.weight_total is None else share.weight_total
+    loss = losses.block_loss(cross_entropy, weights, total) * (share.processes / parts)
+    step = StepLoss(loss, parts={"dflash": losses.block_loss(cross_entropy, weights).detach()})
     candidate_ids, log_probs = predictions.candidate_ids.view(*shape, k), predictions.log_probs.view(*shape, k)
     truth_index = index_of(labels.ids, candidate_ids)
     complete = labels.supervised.all(dim=-1)
@@ -173,7 +213,7 @@ def training_loss(
         start, pair = score_blocks(
             model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states
         )
-        add_head_terms(step, objective, batch, start, pair, candidate_ids, truth_index, complete)
+        add_head_terms(step, objective, share, batch, start, pair, candidate_ids, truth_index, complete)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
     for name, hit in hits.items():
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
@@ -182,13 +222,18 @@ def training_loss(
     return step
 
 
-def drafter_weights(objective: Objective, cross_entropy: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+def drafter_weights(objective: Objective, supervised: torch.Tensor, cross_entropy: torch.Tensor) -> torch.Tensor:
     """Weights `[b, N, S]` of the drafter's cross-entropies, 0 where nothing is supervised."""
     if objective.slot_weights == "dpace":
         return losses.dpace_weights(cross_entropy, supervised, objective.dpace_alpha) * supervised
+    return fixed_weights(objective, supervised)
+
+
+def fixed_weights(objective: Objective, supervised: torch.Tensor) -> torch.Tensor:
+    """Those weights where they do not depend on the losses; `supervised` has shape `[b, N, S]`."""
     if objective.slot_weights == "uniform":
-        return supervised.to(cross_entropy.dtype)
-    return losses.decay_weights(supervised.shape[-1], objective.beta, cross_entropy.device) * supervised
+        return supervised.float()
+    return losses.decay_weights(supervised.shape[-1], objective.beta, supervised.device) * supervised
 
 
 def score_blocks(
@@ -209,12 +254,20 @@ def score_blocks(
 
 
 def add_head_terms(
-    step: StepLoss, objective: Objective, batch: TrainingBatch, start, pair, candidate_ids, truth_index, complete
+    step: StepLoss,
+    objective: Objective,
+    share: Share,
+    batch: TrainingBatch,
+    start: torch.Tensor,
+    pair: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    truth_index: torch.Tensor,
+    complete: torch.Tensor,
 ) -> None:
     """Adds the head's terms to the loss: means over the slots of the oracle prefixes of the whole batch."""
     supervised = losses.oracle_prefix(truth_index, complete)
     scores = losses.node_scores(start, pair, truth_index)
-    count = supervised.sum().clamp(min=1)
+    count = share.reduce(supervised.sum()).clamp(min=1) * share.micro_batches / share.processes
     terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
     if objective.distractor:
         logits = candidate_target_logits(batch, candidate_ids, supervised)
@@ -222,9 +275,8 @@ def add_head_terms(
     if objective.hinge and candidate_ids.shape[-1] > 1:
         terms["hinge"] = losses.margin_hinge(scores, truth_index, objective.margin)
     for name, value in terms.items():
-        mean = torch.where(supervised, value, value * 0.0).sum() / count
-        step.loss = step.loss + getattr(objective, name) * mean
-        step.parts[name] = mean.detach()
+        step.loss = step.loss + getattr(objective, name) * torch.where(supervised, value, value * 0.0).sum() / count
+        step.parts[name] = masked_mean(value.detach(), supervised)
     step.metrics["supervised_slots"] = supervised.sum()
     step.metrics["slot_accuracy"] = masked_mean(scores.argmax(dim=-1) == truth_index, supervised)
     step.metrics["factor_spread"] = (start.detach().std(dim=-1).mean() + pair.detach().std(dim=(-2, -1)).mean()) / 2

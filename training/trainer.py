@@ -15,7 +15,7 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
 from .data import BlockDataset, collate
-from .objective import Objective, StepLoss, TrainingBatch, training_loss
+from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
 
 
 class AnchorEpoch(TrainerCallback):
@@ -70,8 +70,8 @@ class LiLiCorrTrainer(Trainer):
         self.tables = TargetTables(target)
         self.objective: Objective = args.objective
         self.eval_max_new_tokens = eval_max_new_tokens
-        # The loss is the mean over one micro-batch; `Trainer` divides it by their number.
-        self.loss_is_scaled_for_ga = False
+        # Every term is divided by what the whole step supervises, where that can be known; see `Share`.
+        self.loss_is_scaled_for_ga = True
         self._sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
         self._steps, self._blocks, self._since = 0, 0, time.perf_counter()
 
@@ -105,10 +105,35 @@ class LiLiCorrTrainer(Trainer):
             target_logits=lambda rows, positions: self.tables.logits(final[rows, positions]),
         )
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one optimizer step and the sum of the drafter's weights in all of them."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not samples or self.objective.slot_weights == "dpace":
+            return samples, None
+        num_slots = self.accelerator.unwrap_model(self.model).config.num_slots
+        names = ("input_ids", "loss_mask", "anchors", "keep")
+        labels = [slot_labels(*(sample[name] for name in names), num_slots) for sample in samples]
+        total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
+        return samples, self.accelerator.reduce(total.to(device), reduction="sum")
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch = self.training_batch(inputs)
+        share = Share(
+            weight_total=num_items_in_batch,
+            micro_batches=self.current_gradient_accumulation_steps,
+            processes=self.accelerator.num_processes,
+            reduce=lambda value: self.accelerator.reduce(value.detach(), reduction="sum"),
+        )
         with self.accelerator.autocast():
-            step = training_loss(model, self.tables, batch, self.objective, self.args.slot_chunk_size)
+            step = training_loss(
+                self.accelerator.unwrap_model(model),
+                self.tables,
+                batch,
+                self.objective,
+                self.args.slot_chunk_size,
+                share,
+                forward=model,
+            )
         self.note(step, batch)
         return (step.loss, step) if return_outputs else step.loss
 

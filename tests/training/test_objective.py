@@ -112,7 +112,8 @@ def test_other_weights_of_the_drafter_term(step, name, objective):
 
 
 def test_labels_and_candidates_of_every_slot(step):
-    labels = slot_labels(step.batch, step.model.config.num_slots)
+    batch = step.batch
+    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, step.model.config.num_slots)
     assert torch.equal(labels.supervised, step.case.expected("slot_mask").bool())
     inside = labels.supervised
     assert torch.equal(labels.ids[inside], step.case.expected("target_ids")[..., 1:][inside])

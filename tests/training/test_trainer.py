@@ -1,15 +1,19 @@
 """The trainer on a tiny target: it learns, resumes exactly, and leaves the target alone."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import tiny_assistant, tiny_target
+from transformers import TrainerCallback
 
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
 from lilicorr_hf.training.arguments import LiLiCorrTrainingArguments
-from lilicorr_hf.training.data import BlockDataset, read_examples
+from lilicorr_hf.training.data import BlockDataset, Example, read_examples
 from lilicorr_hf.training.trainer import LiLiCorrTrainer
 
 
@@ -44,7 +48,6 @@ def trainer_for(target, examples, folder, model=None, prompts=None, **changes):
         "bf16": False,
         "save_strategy": "no",
         "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 0,
     }
     args = LiLiCorrTrainingArguments(**(options | changes))
@@ -59,6 +62,75 @@ def test_overfitting_eight_answers_reaches_the_block(target, examples, prompts, 
     trainer.train()
     after = trainer.evaluate()["eval_tau"]
     assert before < 2 and after > 0.9 * trainer.model.config.block_size
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the last step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.of = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def gradients(trainer):
+    callback = Gradients()
+    trainer.add_callback(callback)
+    trainer.train()
+    return callback.of
+
+
+@pytest.mark.parametrize("weights", ["decay", "uniform"])
+def test_gradients_do_not_depend_on_accumulation(target, examples, tmp_path, weights):
+    """8 x 1, 4 x 2 and 2 x 4 rows of unequal length: the drafter's term is one mean over the slots of all of them."""
+    uneven = [Example(e.input_ids[: 12 + 2 * i], e.loss_mask[: 12 + 2 * i]) for i, e in enumerate(examples)]
+    found = []
+    for rows, parts in ((8, 1), (4, 2), (2, 4)):
+        options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts, "max_steps": 1}
+        drafter = tiny_assistant(0, DFlashModel)
+        trainer = trainer_for(target, uneven, tmp_path, drafter, max_grad_norm=0, slot_weights=weights, **options)
+        found.append(gradients(trainer))
+    for name, expected in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], expected, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+TWO_PROCESSES = """
+import sys
+import torch
+from transformers import TrainerCallback
+sys.path[:0] = {path!r}
+from test_trainer import gradients, trainer_for
+from tiny import tiny_assistant, tiny_target
+torch.set_num_threads(1)
+examples = torch.load({examples!r}, weights_only=False)
+options = {{"per_device_train_batch_size": 8 // {processes}, "max_steps": 1, "max_grad_norm": 0}}
+options["ddp_backend"] = "gloo"
+found = gradients(trainer_for(tiny_target("llama").float(), examples, {folder!r}, tiny_assistant(), **options))
+if torch.distributed.get_rank() == 0:
+    torch.save({{name.removeprefix("module."): grad for name, grad in found.items()}}, {output!r})
+"""
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_two_processes_equal_one(examples, tmp_path, empty):
+    """All terms, the head's too; in the second case half of the rows teach the head nothing."""
+    uneven = [Example(e.input_ids[: 14 + 2 * i], e.loss_mask[: 14 + 2 * i]) for i, e in enumerate(examples)]
+    if empty:
+        # Two supervised tokens: an anchor, one slot, no complete block.
+        for e in uneven[::2]:
+            e.loss_mask[:-2] = [0] * (len(e.loss_mask) - 2)
+    torch.save(uneven, tmp_path / "examples")
+    found = []
+    for processes in (1, 2):
+        output, script = tmp_path / f"gradients{processes}", tmp_path / f"run{processes}.py"
+        here = Path(__file__).parent
+        values = {"path": [str(here), str(here.parent / "support")], "examples": str(tmp_path / "examples")}
+        values |= {"folder": str(tmp_path / "run"), "output": str(output), "processes": processes}
+        script.write_text(TWO_PROCESSES.format(**values))
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+        subprocess.run([*command, str(script)], check=True, capture_output=True, timeout=120)
+        found.append(torch.load(output))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_log_carries_every_part(target, examples, tmp_path):
