@@ -11,7 +11,8 @@ from importlib.metadata import version
 from transformers import AutoConfig, AutoModel
 
 from .modeling.configuration_lilicorr import LiLiCorrConfig
-from .modeling.generation_lilicorr import Recording, attach, install_hook, record, uninstall_hook
+from .modeling.generation_lilicorr import Recording, record
+from .modeling.hook_lilicorr import attach, install_hook, uninstall_hook
 from .modeling.lattice_lilicorr import Lattice, greedy_walk, sampled_walk, viterbi_path
 from .modeling.modeling_dflash import DFlashModel, DraftOutput
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead

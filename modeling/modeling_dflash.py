@@ -28,7 +28,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import ModelOutput
 
 from .configuration_lilicorr import LiLiCorrConfig
-from .generation_lilicorr import BlockCandidateGenerator, install_hook
+from .generation_lilicorr import BlockCandidateGenerator
+from .hook_lilicorr import install_hook
 from .lattice_lilicorr import Lattice
 from .target_lilicorr import TargetTables, check_target, require_mask_token
 

@@ -8,10 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from .objective import Objective
-
-
-def option(default, text: str):
-    return field(default=default, metadata={"help": text})
+from .options import option
 
 
 @dataclass

@@ -17,17 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .conversations import Answer, Progress, Request
+from .options import option
 
 
 CACHE_BLOCK = 256  # positions by which the preallocated cache grows
 COMPACT_SHARE = 8  # the batch is compacted once one row in this many has finished
 STOPS = ("run", "eos", "len", "rep")  # how an answer ended; "run" never leaves this module
 RUN, EOS, LEN, REP = range(4)
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with a default and the help text that the command line shows."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass

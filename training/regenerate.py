@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 from lilicorr_hf.pairs import resolve_target
 
-from .cohorts import DecodingArguments, LocalTarget, option
+from .cohorts import DecodingArguments, LocalTarget
 from .conversations import (
     Conversation,
     Row,
@@ -47,6 +47,7 @@ from .conversations import (
     read_conversations,
     read_jsonl,
 )
+from .options import option
 from .server import ServerArguments, ServerTarget
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .cohorts import DecodingArguments, find_loop, option, row_noise
+from .cohorts import DecodingArguments, find_loop, row_noise
 from .conversations import Answer, Progress, Request
+from .options import option
 
 
 @dataclass

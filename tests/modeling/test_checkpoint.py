@@ -271,6 +271,7 @@ def test_saved_folder_carries_its_code(folder):
     assert names == {
         "configuration_lilicorr.py",
         "generation_lilicorr.py",
+        "hook_lilicorr.py",
         "lattice_lilicorr.py",
         "modeling_dflash.py",
         "modeling_lilicorr.py",

@@ -11,7 +11,7 @@ from tiny import tiny_assistant, tiny_target
 from transformers import GenerationMixin
 
 import lilicorr_hf
-from lilicorr_hf.modeling import generation_lilicorr
+from lilicorr_hf.modeling import hook_lilicorr
 
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -66,7 +66,7 @@ def test_uninstall_does_not_throw_away_another_wrapper(monkeypatch):
 
 
 def test_wrapped_methods_keep_their_signature():
-    for name in generation_lilicorr.WRAPPERS:
+    for name in hook_lilicorr.WRAPPERS:
         method = getattr(GenerationMixin, name)
         assert inspect.signature(method) == inspect.signature(method.__wrapped__)
 

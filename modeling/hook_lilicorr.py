@@ -1,0 +1,161 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""The one wrap around transformers, by which `generate(assistant_model=...)` finds a block drafter's generator."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import logging
+
+
+if TYPE_CHECKING:
+    from .modeling_dflash import DFlashModel
+
+logger = logging.get_logger(__name__)
+
+TESTED_TRANSFORMERS = "5.24"
+
+
+def hook_candidate_generator(original: Callable) -> Callable:
+    """`_get_candidate_generator` that first asks the assistant for its own generator."""
+
+    @functools.wraps(original)
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not drafts_blocks(assistant):
+            return original(self, generation_config, *args, **kwargs)
+        if generation_config.speculation_type is not None:
+            if assistant.has_head:
+                logger.warning_once(
+                    f"`speculation_type={generation_config.speculation_type!r}` hands {type(assistant).__name__} to "
+                    "transformers' own code, which runs its drafter alone and never asks its head."
+                )
+            return original(self, generation_config, *args, **kwargs)
+        return assistant.get_candidate_generator(self, generation_config=generation_config, **kwargs)
+
+    return _get_candidate_generator
+
+
+def hook_validation(original: Callable) -> Callable:
+    """`_validate_generation_mode` that first lets the assistant name a mismatch, before tokenizers are blamed."""
+
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if drafts_blocks(assistant):
+            assistant.check_target(self)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def drafts_blocks(assistant: Any) -> bool:
+    """Whether an assistant brings its own candidate generator; by method, not by class, for the Hub's copies of it."""
+    return callable(getattr(assistant, "get_candidate_generator", None))
+
+
+WRAPPERS = {"_get_candidate_generator": hook_candidate_generator, "_validate_generation_mode": hook_validation}
+EXPECTED_PARAMETERS = {
+    "_get_candidate_generator": {
+        "generation_config",
+        "input_ids",
+        "logits_processor",
+        "model_kwargs",
+        "assistant_model",
+    },
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+}
+
+
+def check_hook_points(owner: Any) -> None:
+    """Raises if this transformers does not have the two private methods the hook wraps."""
+    for name, expected in EXPECTED_PARAMETERS.items():
+        method = getattr(owner, name, None)
+        if method is None or not expected <= set(inspect.signature(method).parameters):
+            raise RuntimeError(
+                f"transformers {transformers.__version__} has no `GenerationMixin.{name}` that this version of "
+                f"lilicorr_hf knows; it is tested with transformers {TESTED_TRANSFORMERS}. Install that version."
+            )
+
+
+def hooked(owner: Any, name: str) -> Any:
+    """Our wrapper around the method `name` of a class or instance, ours or another copy's, if there is one."""
+    return getattr(getattr(owner, name), "_lilicorr_hook", None)
+
+
+def wrap(owner: Any, name: str) -> Callable:
+    method: Any = WRAPPERS[name](getattr(owner, name))
+    # It points to itself: whoever wraps it with `functools.wraps` copies the mark, but is not what it points to.
+    method._lilicorr_hook = method
+    return method
+
+
+def install_hook() -> None:
+    """Makes `generate(assistant_model=...)` of every model use a block drafter's own candidate generator.
+
+    Importing the package calls it. It wraps two private methods of `GenerationMixin`, once however often and from
+    however many copies of this file it is called; every other assistant goes the way it always went.
+
+    Raises:
+        `RuntimeError`: if this transformers has no such methods, naming the tested versions.
+    """
+    check_hook_points(GenerationMixin)
+    for name in WRAPPERS:
+        if hooked(GenerationMixin, name) is None:
+            setattr(GenerationMixin, name, wrap(GenerationMixin, name))
+
+
+def uninstall_hook() -> None:
+    """Takes [`install_hook`] back.
+
+    Raises:
+        `RuntimeError`: if something else wrapped the same methods since; taking ours out would take that out too.
+    """
+    ours = {name: hook for name in WRAPPERS if (hook := hooked(GenerationMixin, name)) is not None}
+    for name, hook in ours.items():
+        if getattr(GenerationMixin, name) is not hook:
+            raise RuntimeError(f"`GenerationMixin.{name}` was wrapped again after lilicorr_hf; undo that first.")
+    for name, hook in ours.items():
+        setattr(GenerationMixin, name, hook.__wrapped__)
+
+
+class Attachment:
+    """What [`attach`] returns: ends with `detach()` or at the end of a `with` block."""
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = target
+
+    def detach(self) -> None:
+        for name in WRAPPERS:
+            self.target.__dict__.pop(name, None)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.detach()
+
+
+def attach(target: PreTrainedModel, assistant: "DFlashModel") -> Attachment:
+    """Makes `generate(assistant_model=...)` of this one target use block drafters, without the global hook.
+
+    Args:
+        target (`PreTrainedModel`): the instance to wrap.
+        assistant ([`DFlashModel`]): checked against the target at once.
+
+    Raises:
+        `ValueError`: if the two do not fit; see [`check_target`].
+    """
+    assistant.check_target(target)
+    check_hook_points(type(target))
+    for name in WRAPPERS:
+        if hooked(target, name) is None:
+            target.__dict__[name] = types.MethodType(wrap(type(target), name), target)
+    return Attachment(target)
+
+
+__all__ = ["Attachment", "attach", "install_hook", "uninstall_hook"]
