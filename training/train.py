@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

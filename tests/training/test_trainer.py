@@ -107,6 +107,8 @@ options["ddp_backend"] = "gloo"
 found = gradients(trainer_for(tiny_target("llama").float(), examples, {folder!r}, tiny_assistant(), **options))
 if torch.distributed.get_rank() == 0:
     torch.save({{name.removeprefix("module."): grad for name, grad in found.items()}}, {output!r})
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
@@ -127,7 +129,8 @@ def test_two_processes_equal_one(examples, tmp_path, empty):
         values |= {"folder": str(tmp_path / "run"), "output": str(output), "processes": processes}
         script.write_text(TWO_PROCESSES.format(**values))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-        subprocess.run([*command, str(script)], check=True, capture_output=True, timeout=120)
+        done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
         found.append(torch.load(output))
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
