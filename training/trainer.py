@@ -137,6 +137,11 @@ class LiLiCorrTrainer(Trainer):
         self.note(step, batch)
         return (step.loss, step) if return_outputs else step.loss
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        raise_if_not_finite(model, loss, self.state.global_step + 1)
+        return loss
+
     def note(self, step: StepLoss, batch: TrainingBatch) -> None:
         """Adds a micro-batch to what the next log reports, on the device: nothing waits for it."""
         for name, value in step.parts.items():
@@ -180,6 +185,27 @@ class LiLiCorrTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._since = time.perf_counter()
         return metrics
+
+
+def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None:
+    """Stops a run before one bad number reaches the weights, where it would spread; waits once for the device.
+
+    Raises:
+        `FloatingPointError`: naming the first tensor that is not finite, weights before gradients before the loss.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    named = [(f"weight {name}", p.detach()) for name, p in trained] + [
+        (f"gradient of {name}", p.grad) for name, p in trained
+    ]
+    norms = torch.stack(
+        [norm.float() for norm in torch._foreach_norm([tensor for _, tensor in named])] + [loss.float()]
+    )
+    if not (finite := norms.isfinite()).all():
+        first = [*(name for name, _ in named), "loss"][finite.logical_not().nonzero()[0].item()]
+        raise FloatingPointError(
+            f"Step {step}: the {first} is not finite. Resume from the last checkpoint with a lower learning rate, or look "
+            "at the rows of this step."
+        )
 
 
 def freeze(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:

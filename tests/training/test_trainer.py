@@ -193,6 +193,21 @@ def test_training_one_half_leaves_the_other(target, examples, tmp_path, half):
     assert len(moved) > 20 and all(name.startswith("lilicorr.") == (half == "head") for name in moved)
 
 
+@pytest.mark.parametrize("what", ["weight", "gradient of"])
+def test_first_tensor_that_is_not_finite_is_named(target, examples, tmp_path, what):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=3)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    parameter = trainer.model.lilicorr.out_head.weight
+    if what == "weight":
+        parameter.data[0, 0] = torch.nan
+    else:
+        parameter.register_hook(lambda grad: grad * torch.inf)
+    with pytest.raises(FloatingPointError, match=f"Step 1: the {what} lilicorr.out_head.weight"):
+        trainer.train()
+    others = [name for name, _ in trainer.model.named_parameters() if name != "lilicorr.out_head.weight"]
+    assert all(torch.equal(dict(trainer.model.named_parameters())[name], before[name]) for name in others)
+
+
 def test_nothing_to_train_is_an_error(target, examples, tmp_path):
     with pytest.raises(ValueError, match="train_head"):
         trainer_for(target, examples, tmp_path, model=tiny_assistant(0, DFlashModel), train_drafter=False)
