@@ -282,7 +282,9 @@ def regenerate(
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m lilicorr_hf.training.regenerate --target T --dataset D --output O`: runs and prints the report."""
-    (args,) = HfArgumentParser(cast(Any, RegenerateArguments)).parse_args_into_dataclasses(argv)
+    (args,) = HfArgumentParser(cast(Any, RegenerateArguments), prog="lilicorr regenerate").parse_args_into_dataclasses(
+        argv
+    )
     sys.stdout.write(json.dumps(asdict(regenerate(args)), indent=2) + "\n")
 
 

@@ -32,7 +32,8 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     Raises:
         `ValueError`: for an option of the file that nothing knows.
     """
-    parser = HfArgumentParser(ARGUMENTS)  # type: ignore[arg-type]
+    parser = HfArgumentParser(ARGUMENTS, prog="lilicorr train")  # type: ignore[arg-type]
+    parser.add_argument("--config", help="YAML file of options; those on the command line win.")
     if "--config" in argv:
         at = argv.index("--config")
         settings: dict[str, Any] = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
@@ -40,7 +41,8 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
         argv = to_argv(settings) + argv[:at] + argv[at + 2 :]
-    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)  # type: ignore[return-value]
+    model_args, data_args, args, *_ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    return model_args, data_args, args
 
 
 def to_argv(settings: dict[str, Any]) -> list[str]:

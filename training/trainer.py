@@ -193,18 +193,17 @@ def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None
     Raises:
         `FloatingPointError`: naming the first tensor that is not finite, weights before gradients before the loss.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    named = [(f"weight {name}", p.detach()) for name, p in trained] + [
-        (f"gradient of {name}", p.grad) for name, p in trained
-    ]
-    norms = torch.stack(
-        [norm.float() for norm in torch._foreach_norm([tensor for _, tensor in named])] + [loss.float()]
-    )
-    if not (finite := norms.isfinite()).all():
-        first = [*(name for name, _ in named), "loss"][finite.logical_not().nonzero()[0].item()]
+    weights = {f"weight {name}": p.detach() for name, p in model.named_parameters()}
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # A bad weight spoils every gradient, so weights come first.
+    tensors = [*weights.items(), *gradients.items(), ("loss", loss)]
+    norms = torch._foreach_norm([tensor for _, tensor in tensors])
+    finite = torch.stack([norm.float() for norm in norms]).isfinite()
+    if not finite.all():
+        first = tensors[int(finite.logical_not().nonzero()[0])][0]
         raise FloatingPointError(
-            f"Step {step}: the {first} is not finite. Resume from the last checkpoint with a lower learning rate, or look "
-            "at the rows of this step."
+            f"Step {step}: the {first} is not finite. Resume from the last checkpoint with a lower learning rate, or "
+            "look at the rows of this step."
         )
 
 
