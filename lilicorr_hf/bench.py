@@ -52,7 +52,7 @@ class PromptResult:
         return rate[system] / rate["plain"]
 
 
-@dataclass
+@dataclass(eq=False)
 class BenchResult:
     """Results of the prompts of one file."""
 
@@ -96,7 +96,7 @@ def bench(
     files: Iterable[str | Path],
     limit: int | None = None,
     max_new_tokens: int = 128,
-) -> Iterator[tuple[BenchResult, PromptResult]]:
+) -> Iterator[BenchResult]:
     """Greedy decoding of every prompt by plain `generate` and by each system, in turn, after a warm-up.
 
     Args:
@@ -107,7 +107,7 @@ def bench(
         max_new_tokens (`int`): tokens to generate per prompt.
 
     Yields:
-        the file's result so far and the newest prompt's part of it.
+        after each prompt, the result of its file so far.
     """
     warmed_up = False
     for file in files:
@@ -118,7 +118,7 @@ def bench(
                 run_systems(model, inputs, systems, max_new_tokens=16)
                 warmed_up = True
             result.prompts.append(run_systems(model, inputs, systems, max_new_tokens))
-            yield result, result.prompts[-1]
+            yield result
 
 
 def run_systems(
@@ -147,7 +147,7 @@ def to_json(results: list[BenchResult], systems: Iterable[str], provenance: dict
         {
             "provenance": provenance,
             "summary": [result.summary(system) for result in results for system in systems],
-            "prompts": {result.name: [asdict(prompt) for prompt in result.prompts] for result in results},
+            "files": [asdict(result) for result in results],
         },
         indent=2,
     )

@@ -122,8 +122,8 @@ def bench(
     with complaints():
         from rich.progress import track
 
+        from .bench import BenchResult, read_prompts, to_json
         from .bench import bench as run_bench
-        from .bench import read_prompts, to_json
         from .modeling.modeling_dflash import DFlashModel
         from .pairs import load_assistant, load_target
 
@@ -133,13 +133,13 @@ def bench(
             "lilicorr": load_assistant(assistant, model),
             "drafter argmax": load_assistant(assistant, model, DFlashModel),
         }
-        results = {}
+        results: list[BenchResult] = []
         steps = run_bench(model, tokenizer, systems, files, limit, max_new_tokens)
-        for result, _ in track(steps, total=total, description="prompts", console=errors):
-            results[result.name] = result
+        for result in track(steps, total=total, description="prompts", console=errors):
+            results += [result] if result not in results else []
 
     table = Table("prompts", "system", "tau", "speed-up (p10 to p90)", "identical", "ties")
-    rows = [result.summary(system) for result in results.values() for system in systems]
+    rows = [result.summary(system) for result in results for system in systems]
     for row in rows:
         table.add_row(
             row["prompts"],
@@ -151,7 +151,7 @@ def bench(
         )
     console.print(table)
     if output is not None:
-        output.write_text(to_json(list(results.values()), systems, provenance(target, assistant)))
+        output.write_text(to_json(results, systems, provenance(target, assistant)))
     if any(row["identical"] + row["ties"] < row["count"] for row in rows):
         errors.print("Assisted text differs from plain decoding beyond ties of the target's two best tokens.")
         raise typer.Exit(1)

@@ -23,6 +23,7 @@ from .warm_start import start_from_target
 
 
 ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
+CONFIGS = Path(__file__).parent / "configs"
 METHODS: dict[str, type[DFlashModel]] = {"lilicorr": LiLiCorrDraftModel, "dflash": DFlashModel}
 
 
@@ -33,16 +34,32 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
         `ValueError`: for an option of the file that nothing knows.
     """
     parser = HfArgumentParser(ARGUMENTS, prog="lilicorr train")  # type: ignore[arg-type]
-    parser.add_argument("--config", help="YAML file of options; those on the command line win.")
+    parser.add_argument("--config", help="YAML file or name of a recipe; the command line wins.")
     if "--config" in argv:
         at = argv.index("--config")
-        settings: dict[str, Any] = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
+        settings: dict[str, Any] = yaml.safe_load(recipe(argv[at + 1]).read_text()) or {}
         known = {action.dest for action in parser._actions}
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
         argv = to_argv(settings) + argv[:at] + argv[at + 2 :]
     model_args, data_args, args, *_ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     return model_args, data_args, args
+
+
+def recipe(name: str) -> Path:
+    """A YAML file, or one of the recipes that come with the package by its name.
+
+    Raises:
+        `FileNotFoundError`: if it is neither, naming the recipes.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    recipes = {path.stem: path for path in CONFIGS.glob("*.yaml")}
+    if name not in recipes:
+        raise FileNotFoundError(
+            f"There is no file {name!r}, and no recipe of that name; recipes are {sorted(recipes)}."
+        )
+    return recipes[name]
 
 
 def to_argv(settings: dict[str, Any]) -> list[str]:

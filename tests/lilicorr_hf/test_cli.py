@@ -78,7 +78,7 @@ def test_bench_prints_both_systems_and_writes_json(smollm2, tmp_path):
     report = json.loads(output.read_text())
     assert [row["system"] for row in report["summary"]] == ["lilicorr", "drafter argmax"]
     assert all(row["count"] == 2 and row["identical"] + row["ties"] == 2 for row in report["summary"])
-    assert report["provenance"]["transformers"] and len(report["prompts"]["prompts"]) == 2
+    assert report["provenance"]["transformers"] and len(report["files"][0]["prompts"]) == 2
 
 
 def test_bench_names_a_row_it_cannot_read(smollm2, tmp_path):

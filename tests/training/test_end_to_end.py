@@ -1,6 +1,7 @@
 """From prompts to an assistant, through the commands a user runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,9 @@ def test_regenerate_train_evaluate_save_load_generate(model, target_folder, prom
     assert state["best_metric"] >= 1.0
     assert [row["step"] for row in state["log_history"] if "eval_tau" in row] == [30, 60]
 
+    picture = Path(lilicorr("plot", tmp_path / "run").strip().splitlines()[-1])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+
     assistant = LiLiCorrDraftModel.from_pretrained(tmp_path / "run")
     prompt = torch.tensor([[1, 4, 9, 2, 5]])
     plain = model.generate(prompt, do_sample=False, max_new_tokens=20)
@@ -89,6 +93,18 @@ def test_unknown_option_in_the_file_is_named(config_file):
 def test_command_line_wins_over_the_file(config_file):
     model_args, _, args = train.parse_arguments(["--config", str(config_file), "--block_size", "7", "--beta", "3"])
     assert (model_args.block_size, args.beta, args.max_steps) == (7, 3.0, 10)
+
+
+def test_recipes_go_by_name_and_unknown_ones_are_named():
+    model_args, _, args = train.parse_arguments(["--config", "smollm2-135m-cpu", "--output_dir", "x"])
+    assert (model_args.target, model_args.mask_token_id, args.output_dir) == ("smollm2-135m", 16, "x")
+    with pytest.raises(FileNotFoundError, match="smollm2-135m-cpu"):
+        train.parse_arguments(["--config", "llama"])
+
+
+def test_plot_of_a_folder_without_a_run_is_an_error(tmp_path):
+    result = CliRunner().invoke(app, ["plot", str(tmp_path)])
+    assert result.exit_code == 2 and "trainer_state.json" in result.output
 
 
 def test_new_drafter_needs_a_mask_token(config_file, prompts):
