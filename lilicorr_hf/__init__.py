@@ -6,28 +6,47 @@
 Importing the package is enough for `generate` to know such assistants; see [`install_hook`].
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel
 
+from .architectures import Architectures
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.generation_lilicorr import Recording, record
 from .modeling.hook_lilicorr import attach, install_hook, uninstall_hook
 from .modeling.lattice_lilicorr import Lattice, greedy_walk, sampled_walk, viterbi_path
-from .modeling.modeling_dflash import DFlashModel, DraftOutput
-from .modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead
-from .pairs import load_pair
 from .targets import fetch_target
 
 
+if TYPE_CHECKING:
+    from .modeling.modeling_dflash import DFlashModel, DraftOutput
+    from .modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead
+    from .pairs import load_pair
+
 __version__ = version("lilicorr_hf")
 
+# Imported when first asked for: they bring along what transformers itself only loads with its first model.
+LAZY = {
+    "DFlashModel": "modeling.modeling_dflash",
+    "DraftOutput": "modeling.modeling_dflash",
+    "LiLiCorrDraftModel": "modeling.modeling_lilicorr",
+    "LiLiCorrHead": "modeling.modeling_lilicorr",
+    "load_pair": "pairs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(import_module(f".{LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+install_hook()
 AutoConfig.register(LiLiCorrConfig.model_type, LiLiCorrConfig)
-# One model type, two architectures: the config's `architectures` says whether a checkpoint carries a head.
-AutoModel.register(LiLiCorrConfig, (LiLiCorrDraftModel, DFlashModel))
+AutoModel.register(LiLiCorrConfig, Architectures())
 LiLiCorrConfig.register_for_auto_class()
-LiLiCorrDraftModel.register_for_auto_class("AutoModel")
-DFlashModel.register_for_auto_class("AutoModel")
 
 __all__ = [
     "DFlashModel",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import DFlashCache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -19,6 +19,8 @@ from .target_lilicorr import TargetTables, tapped_states
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .modeling_dflash import DFlashModel
 
 # `generate` fills this in when the caller gave no `num_assistant_tokens`.
@@ -138,7 +140,7 @@ class BlockCandidateGenerator(CandidateGenerator):
     def __init__(
         self,
         drafter: "DFlashModel",
-        target: PreTrainedModel,
+        target: "PreTrainedModel",
         generation_config: GenerationConfig,
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList | None = None,

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.utils import logging
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .modeling_dflash import DFlashModel
 
 logger = logging.get_logger(__name__)
@@ -126,7 +128,7 @@ def uninstall_hook() -> None:
 class Attachment:
     """What [`attach`] returns: ends with `detach()` or at the end of a `with` block."""
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: "PreTrainedModel"):
         self.target = target
 
     def detach(self) -> None:
@@ -140,7 +142,7 @@ class Attachment:
         self.detach()
 
 
-def attach(target: PreTrainedModel, assistant: "DFlashModel") -> Attachment:
+def attach(target: "PreTrainedModel", assistant: "DFlashModel") -> Attachment:
     """Makes `generate(assistant_model=...)` of this one target use block drafters, without the global hook.
 
     Args:

@@ -284,5 +284,7 @@ class DFlashModel(DFlashPreTrainedModel):
 
 
 install_hook()
+# Checkpoints carry these files, so that they load where the package is not installed.
+DFlashModel.register_for_auto_class("AutoModel")
 
 __all__ = ["DFlashModel", "DFlashOutput", "DFlashPreTrainedModel", "DraftOutput"]

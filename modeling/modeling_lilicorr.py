@@ -221,4 +221,6 @@ class LiLiCorrDraftModel(DFlashModel):
         )
 
 
+LiLiCorrDraftModel.register_for_auto_class("AutoModel")
+
 __all__ = ["LiLiCorrDraftModel", "LiLiCorrHead"]

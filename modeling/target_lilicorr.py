@@ -5,12 +5,16 @@ Shapes: `b` batch, `n` positions, `L` tapped layers, `M` hidden width of the tar
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_lilicorr import LiLiCorrConfig
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class TargetTables:
@@ -20,7 +24,7 @@ class TargetTables:
         target (`PreTrainedModel`): a causal language model.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: "PreTrainedModel"):
         self.embedding = target.get_input_embeddings()
         self.output_head = target.get_output_embeddings()
         self.config = target.config.get_text_config()
@@ -40,7 +44,7 @@ class TargetTables:
         return logits.view(*hidden_states.shape[:-1], -1)
 
 
-def rescale_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+def rescale_logits(logits: torch.Tensor, config: "PreTrainedConfig") -> torch.Tensor:
     """What the target does between its output head and its logits: Cohere's and Granite's scales, Gemma's soft cap."""
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
@@ -65,7 +69,7 @@ def tapped_states(
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
-def check_target(config: LiLiCorrConfig, target: PreTrainedModel) -> None:
+def check_target(config: LiLiCorrConfig, target: "PreTrainedModel") -> None:
     """Raises before any compute if a drafter with this config cannot draft for `target`.
 
     Raises:

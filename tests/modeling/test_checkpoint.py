@@ -1,6 +1,8 @@
 """Saving and loading: bit for bit, everything or an error that names what is wrong."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -254,6 +256,17 @@ def test_auto_classes(model, folder, tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path / "drafter")) is DFlashModel
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_auto_model_works_after_the_bare_import(folder):
+    """The classes are only imported when asked for, by name or by `AutoModel`."""
+    code = (
+        "import sys, lilicorr_hf; from transformers import AutoModel as A; print(type(A.from_pretrained(sys.argv[1])))"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code, str(folder)], text=True)
+    assert output.strip() == "<class 'lilicorr_hf.modeling.modeling_lilicorr.LiLiCorrDraftModel'>"
+    with pytest.raises(ImportError, match="NoSuchModel"):
+        from lilicorr_hf import NoSuchModel  # noqa: F401
 
 
 def test_target_stays_out_of_the_assistant(model, folder):
