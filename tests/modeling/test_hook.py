@@ -104,12 +104,12 @@ def test_other_assistants_are_left_alone(pair):
         assert output.tolist() == plain.tolist() and recording.calls == 0
 
 
-def test_native_path_is_only_taken_when_asked_for_and_says_so(pair, caplog):
-    target, _ = pair
+def test_native_path_is_only_taken_when_asked_for_and_says_so(pair, monkeypatch):
+    target, warnings = pair[0], []
+    monkeypatch.setattr(hook_lilicorr.logger, "warning_once", warnings.append)
     assistant = tiny_assistant().double()
-    with caplog.at_level("WARNING"):
-        output, recording = generate(target, assistant, speculation_type="dflash")
-    assert recording.calls == 0
+    output, recording = generate(target, assistant, speculation_type="dflash")
+    assert recording.calls == 0 and "never asks its head" in warnings[0]
     assert output.tolist() == target.generate(PROMPT, max_new_tokens=8, do_sample=False).tolist()
 
 
