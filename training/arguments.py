@@ -1,6 +1,7 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """What a training run is told, beyond what transformers' `TrainingArguments` already says."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +45,8 @@ class DataArguments:
     eval_prompts: int = option(16, "Prompts taken of the evaluation files.")
     eval_max_new_tokens: int = option(64, "Tokens generated for each of them.")
     max_length: int = option(1024, "Tokens kept of a row.")
+    held_out: float = option(0.0, "Share of the rows, the same in every run, kept out of training to evaluate on.")
+    max_held_out: int = option(64, "Rows of those that are evaluated.")
 
 
 @dataclass
@@ -65,20 +68,29 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     train_drafter: bool = option(True, "Train the drafter; off for a head on a frozen drafter.")
     train_head: bool = option(True, "Train the head; off to train the drafter alone under it.")
     max_anchors: int = option(512, "Blocks taken of one row at most, drawn anew each epoch.")
+    max_hours: float | None = option(None, "Hours of training, instead of epochs or steps; evaluation not counted.")
+    target_cache: str | None = option(None, "Folder that keeps the target's states for later epochs and runs.")
     slot_chunk_size: int = option(1024, "Slots whose logits exist at a time.")
+    slot_vocabulary: int | None = option(None, "Tokens that compete for a slot in a step; nothing for all of them.")
+    drafter_first: float = option(0.0, "Share of the run that trains the drafter alone, before the head joins.")
+    short_blocks: float = option(0.0, "Share of the run, from its start, on blocks of half the size.")
     cross_entropy: float = option(0.25, "Weight of the head's cross-entropy.")
     distractor: float = option(0.25, "Weight of the target-weighted distractor penalty.")
     hinge: float = option(0.0, "Weight of the margin hinge; the paper gives it and cross_entropy 0.125.")
     margin: float = option(2.0, "Lead that the hinge asks for.")
     slot_weights: str = option("decay", "Of the drafter's term: decay, dpace or uniform.")
     beta: float = option(7.0, "Decay of the slots' weights; 7 for blocks of 16, 4 for blocks of 8.")
+    distillation: float = option(0.0, "Share of the drafter's term that follows the target's whole distribution.")
+    restore_callback_states_from_checkpoint: bool = option(True, "A resumed run counts its hours on.")
 
     def __post_init__(self) -> None:
         # Without this, `TrainingArguments` takes bf16 for a wish it cannot grant where there is no accelerator.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.max_hours is not None:
+            self.max_steps = sys.maxsize
         super().__post_init__()
 
     @property
     def objective(self) -> Objective:
-        names = ("cross_entropy", "distractor", "hinge", "margin", "slot_weights", "beta")
+        names = ("cross_entropy", "distractor", "hinge", "margin", "slot_weights", "beta", "distillation")
         return Objective(**{name: getattr(self, name) for name in names})

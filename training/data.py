@@ -4,8 +4,10 @@
 Shapes: `b` rows, `T` tokens of the longest row, `N` blocks of the row with most.
 """
 
+import itertools
 import random
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,17 @@ def read_examples(
             "trained on. Check the roles of the messages, the chat template and `max_length`."
         )
     return usable
+
+
+def split_held_out(examples: Iterable[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and a share of them to keep out; which ones depends on nothing but their tokens, so that
+    runs on more data, or resumed ones, keep out the same."""
+    kept: list[Example] = []
+    held_out: list[Example] = []
+    for example in examples:
+        place = zlib.crc32(str(example.input_ids).encode()) / 2**32
+        (held_out if place < share else kept).append(example)
+    return kept, held_out
 
 
 def parse(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[Example]:
@@ -160,6 +173,11 @@ class BlockDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def written_ids(self) -> Iterator[int]:
+        """Every token that the target wrote."""
+        for example in self.examples:
+            yield from itertools.compress(example.input_ids, example.loss_mask)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         example = self.examples[index]

@@ -19,6 +19,8 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables
 
 from . import losses
 from .blocks import pack_blocks
+from .stages import StageClock
+from .vocabulary import DrawnVocabulary, Vocabulary, candidate_logits
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Objective:
         slot_weights (`str`): of the drafter's term: `decay` (DFlash), `dpace`, or `uniform`.
         beta (`float`): decay in slots; 7 for blocks of 16, 4 for blocks of 8.
         dpace_alpha (`float`): smoothing of D-PACE.
+        distillation (`float`): share of the drafter's term that follows the target's distribution at each slot
+            (Kullback-Leibler divergence) instead of the token it chose; 0 in the paper.
     """
 
     cross_entropy: float = 0.25
@@ -40,6 +44,7 @@ class Objective:
     slot_weights: Literal["decay", "dpace", "uniform"] = "decay"
     beta: float = 7.0
     dpace_alpha: float = 0.5
+    distillation: float = 0.0
 
     @classmethod
     def with_margin(cls, **changes) -> "Objective":
@@ -57,7 +62,7 @@ class TrainingBatch:
         anchors (`torch.LongTensor` of shape `[b, N]`): position of each block's first token.
         keep (`torch.BoolTensor` of shape `[b, N]`): `False` for blocks that only fill the tensor.
         target_states (`torch.Tensor` of shape `[b, T, L * M]`): tapped states of the target.
-        target_logits (`Callable`): from row and position indices, both `[n]`, to the target's logits `[n, V]` there.
+        final_states (`torch.Tensor` of shape `[b, T, M]`): what its output head reads, after the final norm.
     """
 
     input_ids: torch.Tensor
@@ -65,7 +70,7 @@ class TrainingBatch:
     anchors: torch.Tensor
     keep: torch.Tensor
     target_states: torch.Tensor
-    target_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    final_states: torch.Tensor
 
 
 @dataclass
@@ -131,15 +136,23 @@ class SlotPredictions:
     Args:
         cross_entropy (`torch.Tensor` of shape `[n]`): of the ground truth.
         candidate_ids (`torch.LongTensor` of shape `[n, K]`), log_probs (`torch.Tensor` of shape `[n, K]`): the pool.
+        divergence (`torch.Tensor` of shape `[n]`): from the target's distribution; 0 where that was not given.
     """
 
     cross_entropy: torch.Tensor
     candidate_ids: torch.Tensor
     log_probs: torch.Tensor
+    divergence: torch.Tensor
 
 
 def predict_slots(
-    hidden: torch.Tensor, label_ids: torch.Tensor, tables: TargetTables, k: int, chunk_size: int
+    hidden: torch.Tensor,
+    label_ids: torch.Tensor,
+    tables: TargetTables,
+    k: int,
+    chunk_size: int,
+    vocabulary: DrawnVocabulary | None = None,
+    final_states: torch.Tensor | None = None,
 ) -> SlotPredictions:
     """Runs the output head over slot states; if they are more than a chunk, keeps no logits for the backward pass.
 
@@ -149,19 +162,33 @@ def predict_slots(
         tables ([`TargetTables`]): the target's output head.
         k (`int`): candidates to keep.
         chunk_size (`int`): slots at a time; logits of one chunk are all that ever exists.
+        vocabulary ([`DrawnVocabulary`]): the tokens that compete; `None` for all.
+        final_states (`torch.Tensor` of shape `[n, M]`): the target's at the slots, to compare distributions.
     """
 
-    def one_chunk(states, labels):
-        logits = tables.logits(states).float()
-        normaliser = logits.logsumexp(dim=-1, keepdim=True)
-        ids = logits.detach().topk(k, dim=-1).indices
-        cross_entropy = (normaliser - logits.gather(-1, labels.unsqueeze(-1))).squeeze(-1)
-        return cross_entropy, ids, logits.gather(-1, ids) - normaliser
+    def head(states):
+        return tables.logits(states).float() if vocabulary is None else vocabulary.logits(tables, states)
 
+    def one_chunk(states, labels, target_states=None):
+        logits = head(states)
+        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        index = labels if vocabulary is None else vocabulary.index[labels]
+        cross_entropy = (normaliser - logits.gather(-1, index.unsqueeze(-1))).squeeze(-1)
+        divergence = torch.zeros_like(cross_entropy)
+        if target_states is not None:
+            with torch.no_grad():
+                target = head(target_states).log_softmax(dim=-1)
+            divergence = (target.exp() * (target - logits + normaliser)).sum(dim=-1)
+        raw = logits if vocabulary is None else logits - vocabulary.log_weights
+        top = raw.detach().topk(k, dim=-1).indices
+        ids = top if vocabulary is None else vocabulary.token_ids[top]
+        return cross_entropy, ids, raw.gather(-1, top) - normaliser, divergence
+
+    given = [hidden, label_ids] if final_states is None else [hidden, label_ids, final_states]
     if len(hidden) <= chunk_size:
-        return SlotPredictions(*one_chunk(hidden, label_ids))
-    chunks = zip(hidden.split(chunk_size), label_ids.split(chunk_size), strict=True)
-    outputs = [checkpoint(one_chunk, states, labels, use_reentrant=False) for states, labels in chunks]
+        return SlotPredictions(*one_chunk(*given))
+    chunks = zip(*(tensor.split(chunk_size) for tensor in given), strict=True)
+    outputs = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     return SlotPredictions(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
 
 
@@ -173,6 +200,10 @@ def training_loss(
     chunk_size: int = 1024,
     share: Share | None = None,
     forward: Callable[..., DFlashOutput] | None = None,
+    vocabulary: Vocabulary | None = None,
+    block_size: int | None = None,
+    with_head: bool = True,
+    clock: StageClock | None = None,
 ) -> StepLoss:
     """Loss of one step: `L_DFlash` for a plain drafter, plus the head's terms for a LiLiCorr model (section 3).
 
@@ -184,42 +215,74 @@ def training_loss(
         chunk_size (`int`): slots whose logits exist at a time.
         share ([`Share`]): what part of an optimizer step this is; by default all of it.
         forward (`Callable`): the model's forward pass, wrapped for distributed training; by default the model.
+        vocabulary ([`Vocabulary`]): draws the tokens that compete for a slot; by default all do.
+        block_size (`int`): of this step's blocks; by default, and at most, the model's.
+        with_head (`bool`): `False` leaves a model's head out, for steps that train its drafter alone.
+        clock ([`StageClock`]): told at the end of each stage.
     """
     config, share = model.config, share or Share()
-    k = config.candidate_topk
-    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, config.num_slots)
-    blocks = pack_blocks(batch.input_ids, batch.anchors, batch.keep, config.block_size, model.mask_token_id)
+    clock = clock or StageClock(torch.device("cpu"))
+    k, block_size = config.candidate_topk, block_size or config.block_size
+    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, block_size - 1)
+    blocks = pack_blocks(batch.input_ids, batch.anchors, batch.keep, block_size, model.mask_token_id)
     output = (forward or model)(
         noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
         context_hidden_states=batch.target_states.to(model.dtype),
         attention_mask=blocks.allowed.unsqueeze(1),
         position_ids=blocks.position_ids,
     )
-    hidden = output.last_hidden_state.unflatten(1, (-1, config.block_size))[:, :, 1:]
-    predictions = predict_slots(hidden.flatten(0, 2), labels.ids.flatten(), tables, k, chunk_size)
+    hidden = output.last_hidden_state.unflatten(1, (-1, block_size))[:, :, 1:].contiguous()
+    clock.mark("drafter")
+    clock.mark_gradient(hidden, "lm_head")
     shape = labels.ids.shape
+    predictions = predict_slots(
+        hidden.flatten(0, 2),
+        labels.ids.flatten(),
+        tables,
+        k,
+        chunk_size,
+        vocabulary.draw(labels.ids) if vocabulary is not None else None,
+        slot_states(batch, shape[-1]).flatten(0, 2) if objective.distillation else None,
+    )
     cross_entropy = predictions.cross_entropy.view(shape)
+    clock.mark("lm_head")
 
     weights = drafter_weights(objective, labels.supervised, cross_entropy)
     parts = 1 if share.weight_total is not None else share.micro_batches
     total = share.reduce(weights.sum()) if share.weight_total is None else share.weight_total
-    loss = losses.block_loss(cross_entropy, weights, total) * (share.processes / parts)
+    learned = cross_entropy.lerp(predictions.divergence.view(shape), objective.distillation)
+    loss = losses.block_loss(learned, weights, total) * (share.processes / parts)
     step = StepLoss(loss, parts={"dflash": losses.block_loss(cross_entropy, weights).detach()})
+    if objective.distillation:
+        step.parts["divergence"] = masked_mean(predictions.divergence.detach().view(shape), labels.supervised)
     candidate_ids, log_probs = predictions.candidate_ids.view(*shape, k), predictions.log_probs.view(*shape, k)
     truth_index = index_of(labels.ids, candidate_ids)
     complete = labels.supervised.all(dim=-1)
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
-    if isinstance(model, LiLiCorrDraftModel):
+    if isinstance(model, LiLiCorrDraftModel) and with_head:
+        clock.mark_gradient(log_probs, "head")
         start, pair = score_blocks(
             model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states
         )
-        add_head_terms(step, objective, share, batch, start, pair, candidate_ids, truth_index, complete)
+        add_head_terms(step, objective, share, tables, batch, start, pair, candidate_ids, truth_index, complete)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
+        clock.mark("head")
+    elif isinstance(model, LiLiCorrDraftModel):
+        # Every parameter keeps its place in the graph, as processes that train together need.
+        step.loss = step.loss + sum(parameter.sum() for parameter in model.lilicorr.parameters()) * 0.0
     for name, hit in hits.items():
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
     step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
     step.metrics["complete_blocks"] = complete.sum()
     return step
+
+
+def slot_states(batch: TrainingBatch, num_slots: int) -> torch.Tensor:
+    """The target's final states `[b, N, S, M]` that predict each slot; slot `s` is predicted at anchor + `s`."""
+    positions = batch.anchors.unsqueeze(-1) + torch.arange(num_slots, device=batch.anchors.device)
+    flat = positions.clamp(max=batch.final_states.shape[1] - 1).flatten(1).unsqueeze(-1)
+    states = batch.final_states.gather(1, flat.expand(-1, -1, batch.final_states.shape[-1]))
+    return states.unflatten(1, positions.shape[1:])
 
 
 def drafter_weights(objective: Objective, supervised: torch.Tensor, cross_entropy: torch.Tensor) -> torch.Tensor:
@@ -257,6 +320,7 @@ def add_head_terms(
     step: StepLoss,
     objective: Objective,
     share: Share,
+    tables: TargetTables,
     batch: TrainingBatch,
     start: torch.Tensor,
     pair: torch.Tensor,
@@ -270,7 +334,7 @@ def add_head_terms(
     count = share.reduce(supervised.sum()).clamp(min=1) * share.micro_batches / share.processes
     terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
     if objective.distractor:
-        logits = candidate_target_logits(batch, candidate_ids, supervised)
+        logits = candidate_target_logits(tables, batch, candidate_ids, supervised)
         terms["distractor"] = losses.distractor_penalty(scores, logits, truth_index)
     if objective.hinge and candidate_ids.shape[-1] > 1:
         terms["hinge"] = losses.margin_hinge(scores, truth_index, objective.margin)
@@ -284,17 +348,13 @@ def add_head_terms(
 
 @torch.no_grad()
 def candidate_target_logits(
-    batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor
+    tables: TargetTables, batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor
 ) -> torch.Tensor:
-    """The target's logits `[b, N, S, K]` of the candidates, read where they are supervised and 0 elsewhere.
-
-    Slot `s` is predicted by the target at anchor + s.
-    """
+    """The target's logits `[b, N, S, K]` of the candidates, read where they are supervised and 0 elsewhere."""
     rows, blocks, slots = supervised.nonzero(as_tuple=True)
     logits = torch.zeros(candidate_ids.shape, device=candidate_ids.device)
-    if len(rows):
-        at_slots = batch.target_logits(rows, batch.anchors[rows, blocks] + slots).float()
-        logits[rows, blocks, slots] = at_slots.gather(-1, candidate_ids[rows, blocks, slots])
+    states = batch.final_states[rows, batch.anchors[rows, blocks] + slots]
+    logits[rows, blocks, slots] = candidate_logits(tables, states, candidate_ids[rows, blocks, slots]).float()
     return logits
 
 

@@ -17,13 +17,15 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_jsonl
-from .data import BlockDataset, read_examples
+from .data import BlockDataset, read_examples, split_held_out
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
 
 ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
 CONFIGS = Path(__file__).parent / "configs"
+# Blocks of a held-out row.
+HELD_OUT_ANCHORS = 16
 METHODS: dict[str, type[DFlashModel]] = {"lilicorr": LiLiCorrDraftModel, "dflash": DFlashModel}
 
 
@@ -124,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
-    examples = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
+    rows = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
+    examples, held_out = split_held_out(rows, data_args.held_out)
     model = load_model(model_args, target, torch.tensor([examples[0].input_ids]))
     trainer = LiLiCorrTrainer(
         model=model,
@@ -133,6 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=BlockDataset(examples, args.max_anchors, args.seed),
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
+        held_out=BlockDataset(held_out[: data_args.max_held_out], HELD_OUT_ANCHORS, args.seed) if held_out else None,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

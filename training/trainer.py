@@ -3,6 +3,7 @@
 
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
+from .budget import TimeBudget, schedule_over
 from .data import BlockDataset, collate
 from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
+from .stages import StageClock
+from .state_cache import TargetStateCache
+from .vocabulary import Vocabulary
 
 
 class AnchorEpoch(TrainerCallback):
@@ -23,6 +28,18 @@ class AnchorEpoch(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
         train_dataloader.dataset.epoch = int(state.epoch or 0)
+
+
+class OptimizerTime(TrainerCallback):
+    """Gives the optimizer's part of a step to the clock of the trainer."""
+
+    def __init__(self, trainer: "LiLiCorrTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.clock is not None:
+            self.trainer.clock.mark("optimizer")
+            self.trainer.shares = self.trainer.clock.shares()
 
 
 class LiLiCorrTrainer(Trainer):
@@ -40,6 +57,8 @@ class LiLiCorrTrainer(Trainer):
         train_dataset ([`BlockDataset`]).
         eval_prompts (list of `torch.LongTensor` of shape `[1, n]`): prompts for `generate`.
         eval_max_new_tokens (`int`): tokens generated for each.
+        held_out ([`BlockDataset`]): rows kept out of training, to see what drafts are worth there with the target's
+            own tokens as context: `eval_selected_prefix` and the like.
         kwargs: for `Trainer`.
     """
 
@@ -53,6 +72,7 @@ class LiLiCorrTrainer(Trainer):
         train_dataset: BlockDataset,
         eval_prompts: list[torch.Tensor] | None = None,
         eval_max_new_tokens: int = 64,
+        held_out: BlockDataset | None = None,
         **kwargs: Any,
     ):
         model.check_target(target)
@@ -66,14 +86,25 @@ class LiLiCorrTrainer(Trainer):
             **kwargs,
         )
         self.add_callback(AnchorEpoch)
+        if args.max_hours is not None:
+            self.add_callback(TimeBudget(args.max_hours))
         self.target = target.eval().requires_grad_(False).to(args.device)
         self.tables = TargetTables(target)
+        self.state_cache = None
+        if args.target_cache is not None:
+            self.state_cache = TargetStateCache(Path(args.target_cache), target, model.config.target_layer_ids)
+        self.vocabulary = None
+        if args.slot_vocabulary is not None:
+            self.vocabulary = Vocabulary(model.config.vocab_size, args.slot_vocabulary, train_dataset.written_ids())
         self.objective: Objective = args.objective
-        self.eval_max_new_tokens = eval_max_new_tokens
+        self.eval_max_new_tokens, self.held_out = eval_max_new_tokens, held_out
         # Every term is divided by what the whole step supervises, where that can be known; see `Share`.
         self.loss_is_scaled_for_ga = True
         self._sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
-        self._steps, self._blocks, self._since = 0, 0, time.perf_counter()
+        self._steps, self._since = 0, time.perf_counter()
+        self.clock: StageClock | None = None
+        self.shares: dict[str, float] = {}
+        self.add_callback(OptimizerTime(self))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (or `args.optim`) over two groups, drafter and head, each with its own rate and decay."""
@@ -85,39 +116,81 @@ class LiLiCorrTrainer(Trainer):
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
-    @torch.no_grad()
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.args.max_hours is not None and self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            assert optimizer is not None
+            kind, warmup = self.args.lr_scheduler_type, self.args.warmup_steps
+            self.lr_scheduler = schedule_over(lambda: self.progress, kind, optimizer, warmup)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is over, in steps or in time."""
+        budgets = [callback for callback in self.callback_handler.callbacks if isinstance(callback, TimeBudget)]
+        # Resuming puts a new budget in the place of the old.
+        return budgets[0].progress if budgets else self.state.global_step / self.state.max_steps
+
     def training_batch(self, inputs: dict[str, torch.Tensor]) -> TrainingBatch:
         """The frozen target's part of a step: its tapped states, and its final states to read logits from."""
-        taps = self.accelerator.unwrap_model(self.model).config.target_layer_ids
-        output = self.target.base_model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            output_hidden_states=[i + 1 for i in taps],
-            use_cache=False,
-        )
-        final = output.last_hidden_state
+        states = self.target_states(inputs["input_ids"], inputs["attention_mask"])
+        width = self.target.config.get_text_config().hidden_size
         return TrainingBatch(
             input_ids=inputs["input_ids"],
             loss_mask=inputs["loss_mask"],
             anchors=inputs["anchors"],
             keep=inputs["keep"],
-            target_states=tapped_states(output.hidden_states, taps),
-            target_logits=lambda rows, positions: self.tables.logits(final[rows, positions]),
+            target_states=states[..., :-width],
+            final_states=states[..., -width:],
         )
+
+    def target_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Tapped and final states `[b, T, (L + 1) * M]`: from the cache where it has a row, which it is given else."""
+        if self.state_cache is None:
+            return self.ask_target(input_ids, attention_mask)
+        rows = []
+        for ids, length in zip(input_ids, attention_mask.sum(dim=-1).tolist(), strict=True):
+            states = self.state_cache.get(ids[:length])
+            if states is None:
+                states = self.ask_target(ids[None, :length], attention_mask.new_ones(1, length))[0]
+                self.state_cache.add(ids[:length], states)
+            rows.append(states.to(input_ids.device))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    @torch.no_grad()
+    def ask_target(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        taps = self.accelerator.unwrap_model(self.model).config.target_layer_ids
+        output = self.target.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            output_hidden_states=[i + 1 for i in taps],
+            use_cache=False,
+        )
+        return torch.cat([tapped_states(output.hidden_states, taps), output.last_hidden_state], dim=-1)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one optimizer step and the sum of the drafter's weights in all of them."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        # One step of every logging interval is taken apart by the clock.
+        self.clock = StageClock(self.args.device) if self._steps == 0 else None
         if not samples or self.objective.slot_weights == "dpace":
             return samples, None
-        num_slots = self.accelerator.unwrap_model(self.model).config.num_slots
         names = ("input_ids", "loss_mask", "anchors", "keep")
-        labels = [slot_labels(*(sample[name] for name in names), num_slots) for sample in samples]
+        labels = [slot_labels(*(sample[name] for name in names), self.block_size - 1) for sample in samples]
         total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
         return samples, self.accelerator.reduce(total.to(device), reduction="sum")
 
+    @property
+    def block_size(self) -> int:
+        """Of the blocks that this step trains on."""
+        whole = self.accelerator.unwrap_model(self.model).config.block_size
+        return whole // 2 if self.progress < self.args.short_blocks else whole
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch = self.training_batch(inputs)
+        if self.clock is not None:
+            self.clock.mark("target")
         share = Share(
             weight_total=num_items_in_batch,
             micro_batches=self.current_gradient_accumulation_steps,
@@ -133,12 +206,18 @@ class LiLiCorrTrainer(Trainer):
                 self.args.slot_chunk_size,
                 share,
                 forward=model,
+                vocabulary=self.vocabulary,
+                block_size=self.block_size,
+                with_head=self.args.train_head and self.progress >= self.args.drafter_first,
+                clock=self.clock,
             )
         self.note(step, batch)
         return (step.loss, step) if return_outputs else step.loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.clock is not None:
+            self.clock.mark("drafter")
         raise_if_not_finite(model, loss, self.state.global_step + 1)
         return loss
 
@@ -157,6 +236,7 @@ class LiLiCorrTrainer(Trainer):
             seconds = time.perf_counter() - self._since
             logs["blocks_per_second"] = sums.pop("blocks") / seconds
             logs |= {name: value / self._steps for name, value in sums.items()}
+            logs |= {f"share_{stage}": share for stage, share in self.shares.items()}
             self._sums.clear()
             self._steps, self._since = 0, time.perf_counter()
         super().log(logs, start_time)
@@ -177,14 +257,33 @@ class LiLiCorrTrainer(Trainer):
                     max_new_tokens=self.eval_max_new_tokens,
                     do_sample=False,
                 )
-        metrics = {
-            f"{metric_key_prefix}_tau": recording.tau,
-            f"{metric_key_prefix}_runtime": time.perf_counter() - start,
-        }
+        metrics = {f"{metric_key_prefix}_tau": recording.tau}
+        if self.held_out is not None:
+            found = self.evaluate_blocks(self.held_out)
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - start
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._since = time.perf_counter()
         return metrics
+
+    @torch.no_grad()
+    def evaluate_blocks(self, dataset: BlockDataset) -> dict[str, float]:
+        """Accepted slots of the walk, the argmax and the oracle, and the coverage: means over all complete blocks."""
+        model = self.accelerator.unwrap_model(self.model)
+        sums: dict[str, float] = defaultdict(float)
+        blocks = 0
+        for index in range(len(dataset)):
+            inputs = {name: tensor.to(self.args.device) for name, tensor in collate([dataset[index]]).items()}
+            with self.accelerator.autocast():
+                batch = self.training_batch(inputs)
+                step = training_loss(model, self.tables, batch, self.objective, self.args.slot_chunk_size)
+            complete = int(step.metrics["complete_blocks"])
+            blocks += complete
+            for name, value in step.metrics.items():
+                if name.endswith("_prefix") or name == "coverage":
+                    sums[name] += value.item() * complete
+        return {name: value / max(blocks, 1) for name, value in sums.items()}
 
 
 def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None:

@@ -1,10 +1,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from regeneration import TEMPLATE, WORDS, write_rows
 from tiny import tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lilicorr_hf.training.data import Example, read_examples
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +43,23 @@ def prompts(tmp_path: Path) -> Path:
         for i in range(30)
     ]
     return write_rows(tmp_path / "prompts.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def target() -> PreTrainedModel:
+    return tiny_target("llama").float()
+
+
+@pytest.fixture(scope="session")
+def answered() -> list[torch.Tensor]:
+    """Prompts of `examples`."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 63, (1, 4), generator=generator) for _ in range(8)]
+
+
+@pytest.fixture(scope="session")
+def examples(target, answered) -> list[Example]:
+    """The target's own greedy answers."""
+    answers = [target.generate(prompt, do_sample=False, max_new_tokens=24)[0, 4:].tolist() for prompt in answered]
+    rows = [{"prompt_ids": p[0].tolist(), "response_ids": a} for p, a in zip(answered, answers, strict=True)]
+    return read_examples(rows, None, 100)

@@ -7,57 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import trainer_for
 from safetensors.torch import load_file
 from tiny import tiny_assistant, tiny_target
 from transformers import TrainerCallback
 
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
-from lilicorr_hf.training.arguments import LiLiCorrTrainingArguments
-from lilicorr_hf.training.data import BlockDataset, Example, read_examples
-from lilicorr_hf.training.trainer import LiLiCorrTrainer
+from lilicorr_hf.training.data import Example
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target("llama").float()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 63, (1, 4), generator=generator) for _ in range(8)]
-
-
-@pytest.fixture(scope="module")
-def examples(target, prompts):
-    """The target's own greedy answers."""
-    answers = [target.generate(prompt, do_sample=False, max_new_tokens=24)[0, 4:].tolist() for prompt in prompts]
-    rows = [{"prompt_ids": p[0].tolist(), "response_ids": a} for p, a in zip(prompts, answers, strict=True)]
-    return read_examples(rows, None, 100)
-
-
-def trainer_for(target, examples, folder, model=None, prompts=None, **changes):
-    options = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8,
-        "max_anchors": 8,
-        "learning_rate": 3e-3,
-        "head_learning_rate": 3e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 0,
-    }
-    args = LiLiCorrTrainingArguments(**(options | changes))
-    data = BlockDataset(examples, args.max_anchors, args.seed)
-    model = tiny_assistant() if model is None else model
-    return LiLiCorrTrainer(model, target, args, data, prompts, eval_max_new_tokens=25)
-
-
-def test_overfitting_eight_answers_reaches_the_block(target, examples, prompts, tmp_path):
-    trainer = trainer_for(target, examples, tmp_path, prompts=prompts, max_steps=300, max_anchors=24)
+def test_overfitting_eight_answers_reaches_the_block(target, examples, answered, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, prompts=answered, max_steps=300, max_anchors=24)
     before = trainer.evaluate()["eval_tau"]
     trainer.train()
     after = trainer.evaluate()["eval_tau"]
@@ -99,6 +59,7 @@ import torch
 from transformers import TrainerCallback
 sys.path[:0] = {path!r}
 from test_trainer import gradients, trainer_for
+from runs import trainer_for
 from tiny import tiny_assistant, tiny_target
 torch.set_num_threads(1)
 examples = torch.load({examples!r}, weights_only=False)
@@ -231,10 +192,10 @@ def test_wrong_target_is_refused_before_training(examples, tmp_path):
         trainer_for(tiny_target("llama", num_hidden_layers=5), examples, tmp_path)
 
 
-def test_saved_checkpoint_is_an_assistant(target, examples, prompts, tmp_path):
+def test_saved_checkpoint_is_an_assistant(target, examples, answered, tmp_path):
     trainer = trainer_for(target, examples, tmp_path, max_steps=20)
     trainer.train()
     trainer.save_model()
     assistant = LiLiCorrDraftModel.from_pretrained(tmp_path)
-    plain = target.generate(prompts[0], do_sample=False, max_new_tokens=20)
-    assert target.generate(prompts[0], do_sample=False, max_new_tokens=20, assistant_model=assistant).equal(plain)
+    plain = target.generate(answered[0], do_sample=False, max_new_tokens=20)
+    assert target.generate(answered[0], do_sample=False, max_new_tokens=20, assistant_model=assistant).equal(plain)

@@ -1,0 +1,74 @@
+"""What changes in the course of a run: blocks, the head, and the time that is left."""
+
+import pytest
+import torch
+from runs import trainer_for
+
+from lilicorr_hf.training.budget import schedule_over
+from lilicorr_hf.training.data import BlockDataset, split_held_out
+
+
+def logged(trainer, name):
+    return [row.get(name) for row in trainer.state.log_history if "loss" in row]
+
+
+def test_the_head_joins_and_blocks_grow(target, examples, tmp_path):
+    options = {"max_steps": 8, "drafter_first": 0.5, "short_blocks": 0.25, "slot_vocabulary": 32}
+    trainer = trainer_for(target, examples, tmp_path, **options)
+    head = {name: p.clone() for name, p in trainer.model.lilicorr.named_parameters()}
+    trainer.train()
+    assert [value is not None for value in logged(trainer, "loss_cross_entropy")] == [False] * 4 + [True] * 4
+    # Blocks of 2 have one slot, blocks of 5 have four; rows end sooner for the longer ones.
+    assert max(logged(trainer, "oracle_prefix")[:2]) <= 1
+    assert any(not p.equal(head[name]) for name, p in trainer.model.lilicorr.named_parameters())
+
+
+def test_stages_add_up(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_steps=2)
+    trainer.train()
+    shares = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("share_")}
+    assert set(shares) == {f"share_{stage}" for stage in ("target", "drafter", "lm_head", "head", "optimizer")}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+
+
+def test_a_budget_of_time_ends_the_run_at_rate_zero(target, examples, tmp_path):
+    trainer = trainer_for(target, examples, tmp_path, max_hours=3 / 3600, lr_scheduler_type="linear")
+    trainer.train()
+    rates = logged(trainer, "learning_rate")
+    assert trainer.progress == 1.0
+    assert len(rates) == trainer.state.global_step > 3
+    # The last step began before the time was over; the rate then is that of the step before.
+    assert rates[-1] < 0.35 * max(rates)
+
+
+def test_resuming_counts_the_hours_on(target, examples, tmp_path):
+    options = {"max_hours": 1.0, "save_strategy": "steps", "save_steps": 3}
+    first = trainer_for(target, examples, tmp_path, **options)
+    first.args.max_steps = 3
+    first.train()
+    second = trainer_for(target, examples, tmp_path, **options | {"max_hours": 0.5})
+    second.args.max_steps = 4
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert second.progress > 2 * first.progress > 0
+
+
+def test_schedule_follows_the_progress():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    progress = iter((0.0, 0.05, 0.1, 0.55, 1.0))
+    schedule = schedule_over(lambda: next(progress), "linear", optimizer, 0.1)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0], abs=1e-3)
+
+
+def test_held_out_rows_are_the_same_in_every_run_and_evaluated(target, examples, answered, tmp_path):
+    kept, held_out = split_held_out(examples, 0.4)
+    assert kept and held_out and split_held_out(reversed(examples), 0.4)[1] == held_out[::-1]
+    trainer = trainer_for(target, kept, tmp_path, prompts=answered[:1], max_steps=1)
+    trainer.held_out = BlockDataset(held_out, 16)
+    found = trainer.evaluate()
+    assert 0 <= found["eval_top1_prefix"] <= found["eval_oracle_prefix"] <= trainer.model.config.num_slots
+    assert 0 <= found["eval_selected_prefix"] <= found["eval_oracle_prefix"] and "eval_coverage" in found

@@ -1,0 +1,58 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""Training for a number of hours instead of a number of steps."""
+
+import time
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, get_scheduler
+from transformers.trainer_callback import ExportableState
+
+
+# A schedule is made for so many steps and read at the share of the time that has passed.
+RESOLUTION = 100_000
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """Ends a run after `hours` of training steps; evaluating and saving do not count, and resuming counts on.
+
+    Args:
+        hours (`float`).
+        seconds (`float`): of training so far.
+    """
+
+    def __init__(self, hours: float, seconds: float = 0.0):
+        self.hours, self.seconds = hours, seconds
+        self._since = time.perf_counter()
+
+    @property
+    def progress(self) -> float:
+        """Share of the time that has passed, in [0, 1]."""
+        return min(1.0, self.seconds / (3600 * self.hours))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # A checkpoint brings the seconds of its run; the hours are those asked for now.
+        self.hours = args.max_hours
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds += time.perf_counter() - self._since
+        if self.progress == 1.0:
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = args.eval_strategy != "no"
+
+    def state(self) -> dict:
+        return {"args": {"hours": self.hours}, "attributes": {"seconds": self.seconds}}
+
+
+def schedule_over(progress: Callable[[], float], name: str, optimizer: Optimizer, warmup_share: float) -> LambdaLR:
+    """The schedule that `transformers` knows as `name`, following `progress` from 0 to 1 instead of steps."""
+    by_step = get_scheduler(name, optimizer, int(warmup_share * RESOLUTION), RESOLUTION)
+
+    def over_progress(factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: factor(int(progress() * RESOLUTION))
+
+    return LambdaLR(optimizer, [over_progress(factor) for factor in by_step.lr_lambdas])
