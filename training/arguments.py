@@ -44,6 +44,7 @@ class DataArguments:
     eval_prompts: int = option(16, "Prompts taken of the evaluation files.")
     eval_max_new_tokens: int = option(64, "Tokens generated for each of them.")
     max_length: int = option(1024, "Tokens kept of a row.")
+    packing: bool = option(False, "Fill rows of `max_length` tokens with several examples; none sees another.")
 
 
 @dataclass

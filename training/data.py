@@ -30,6 +30,10 @@ class Example:
         return Example(self.input_ids[:max_length], self.loss_mask[:max_length])
 
     @property
+    def position_ids(self) -> list[int]:
+        return list(range(len(self.input_ids)))
+
+    @property
     def anchors(self) -> list[int]:
         """Positions a block may start at: a written token that a written token follows."""
         mask = self.loss_mask
@@ -166,19 +170,24 @@ class BlockDataset(Dataset):
         possible = example.anchors
         rng = random.Random(f"{self.seed} {self.epoch} {index}")
         anchors = sorted(rng.sample(possible, min(self.max_anchors, len(possible))))
-        return {"input_ids": example.input_ids, "loss_mask": example.loss_mask, "anchors": anchors}
+        names = ("input_ids", "loss_mask", "position_ids")
+        return {name: getattr(example, name) for name in names} | {"anchors": anchors}
 
 
 def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Rows padded on the right: `input_ids`, `attention_mask`, `loss_mask` `[b, T]`; `anchors`, `keep` `[b, N]`."""
+    """Rows padded on the right: `input_ids`, `loss_mask`, `position_ids` `[b, T]`; `anchors`, `keep` `[b, N]`."""
 
     def padded(lists: list[list[int]]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in lists], batch_first=True)
 
+    input_ids = padded([row["input_ids"] for row in rows])
+    width = input_ids.shape[1]
+    positions = [row["position_ids"] for row in rows]
     return {
-        "input_ids": padded([row["input_ids"] for row in rows]),
-        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows]),
+        "input_ids": input_ids,
         "loss_mask": padded([row["loss_mask"] for row in rows]),
+        # Padding goes on from the last document, so that rows of one document need no mask at all.
+        "position_ids": padded([[*row, *range(row[-1] + 1, row[-1] + 1 + width - len(row))] for row in positions]),
         "anchors": padded([row["anchors"] for row in rows]),
         "keep": padded([[1] * len(row["anchors"]) for row in rows]).bool(),
     }

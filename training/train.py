@@ -18,6 +18,7 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_jsonl
 from .data import BlockDataset, read_examples
+from .packing import pack
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
@@ -126,11 +127,12 @@ def main(argv: list[str] | None = None) -> None:
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     examples = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
     model = load_model(model_args, target, torch.tensor([examples[0].input_ids]))
+    rows = pack(examples, data_args.max_length) if data_args.packing else examples
     trainer = LiLiCorrTrainer(
         model=model,
         target=target,
         args=args,
-        train_dataset=BlockDataset(examples, args.max_anchors, args.seed),
+        train_dataset=BlockDataset(rows, args.max_anchors, args.seed),
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
     )

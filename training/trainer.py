@@ -16,6 +16,7 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 from .arguments import LiLiCorrTrainingArguments
 from .data import BlockDataset, collate
 from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
+from .packing import PackedExample, check_packing
 
 
 class AnchorEpoch(TrainerCallback):
@@ -67,6 +68,8 @@ class LiLiCorrTrainer(Trainer):
         )
         self.add_callback(AnchorEpoch)
         self.target = target.eval().requires_grad_(False).to(args.device)
+        if any(isinstance(example, PackedExample) for example in train_dataset.examples):
+            check_packing(self.target, args.per_device_train_batch_size)
         self.tables = TargetTables(target)
         self.objective: Objective = args.objective
         self.eval_max_new_tokens = eval_max_new_tokens
@@ -91,7 +94,8 @@ class LiLiCorrTrainer(Trainer):
         taps = self.accelerator.unwrap_model(self.model).config.target_layer_ids
         output = self.target.base_model(
             input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            # Without a mask, positions that start anew keep documents apart; padding is behind all that attends.
+            position_ids=inputs["position_ids"],
             output_hidden_states=[i + 1 for i in taps],
             use_cache=False,
         )
@@ -99,6 +103,7 @@ class LiLiCorrTrainer(Trainer):
         return TrainingBatch(
             input_ids=inputs["input_ids"],
             loss_mask=inputs["loss_mask"],
+            position_ids=inputs["position_ids"],
             anchors=inputs["anchors"],
             keep=inputs["keep"],
             target_states=tapped_states(output.hidden_states, taps),
@@ -111,7 +116,7 @@ class LiLiCorrTrainer(Trainer):
         if not samples or self.objective.slot_weights == "dpace":
             return samples, None
         num_slots = self.accelerator.unwrap_model(self.model).config.num_slots
-        names = ("input_ids", "loss_mask", "anchors", "keep")
+        names = ("input_ids", "loss_mask", "position_ids", "anchors", "keep")
         labels = [slot_labels(*(sample[name] for name in names), num_slots) for sample in samples]
         total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
         return samples, self.accelerator.reduce(total.to(device), reduction="sum")

@@ -122,12 +122,12 @@ def test_anchors_are_seeded_by_row_and_epoch_and_lie_where_something_is_supervis
 
 def test_rows_are_padded_on_the_right():
     rows = [
-        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "anchors": [1]},
-        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 1, 1], "anchors": [1, 3]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 0, 1], "anchors": [1]},
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 1, 1], "position_ids": [*range(5)], "anchors": [1, 3]},
     ]
     batch = collate(rows)
     assert batch["input_ids"].tolist()[0] == [5, 6, 7, 0, 0]
-    assert batch["attention_mask"].tolist()[0] == [1, 1, 1, 0, 0]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert batch["loss_mask"].tolist()[0] == [0, 1, 1, 0, 0]
     assert batch["keep"].tolist() == [[True, False], [True, True]]
     assert batch["anchors"].dtype == torch.long
