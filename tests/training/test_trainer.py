@@ -33,7 +33,7 @@ def examples(target, prompts):
     """The target's own greedy answers."""
     answers = [target.generate(prompt, do_sample=False, max_new_tokens=24)[0, 4:].tolist() for prompt in prompts]
     rows = [{"prompt_ids": p[0].tolist(), "response_ids": a} for p, a in zip(prompts, answers, strict=True)]
-    return read_examples(rows, None, 100)
+    return read_examples(rows, None, 100, 5)
 
 
 def trainer_for(target, examples, folder, model=None, prompts=None, **changes):
