@@ -198,11 +198,13 @@ def training_loss(
     k = config.candidate_topk
     where = (batch.position_ids, batch.anchors, batch.keep)
     labels = slot_labels(batch.input_ids, batch.loss_mask, *where, config.num_slots)
-    blocks = pack_blocks(batch.input_ids, *where, config.block_size, model.mask_token_id)
+    # Kernels of flex attention exist for GPUs and heads of at least 16; elsewhere the dense mask gives the same.
+    tiled = batch.input_ids.is_cuda and config.head_dim >= 16
+    blocks = pack_blocks(batch.input_ids, *where, config.block_size, model.mask_token_id, tiled)
     output = (forward or model)(
         noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
         context_hidden_states=batch.target_states.to(model.dtype),
-        attention_mask=blocks.allowed.unsqueeze(1),
+        attention_mask=blocks.attention_mask,
         position_ids=blocks.position_ids,
     )
     hidden = output.last_hidden_state.unflatten(1, (-1, config.block_size))[:, :, 1:]

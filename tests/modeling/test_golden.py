@@ -212,12 +212,12 @@ def test_packed_blocks_equal_single_blocks(golden):
     embeds = case.inputs("embed_tokens.weight")[blocks.input_ids]
     assert torch.equal(embeds, case.expected("block_embeds"))
     assert torch.equal(blocks.position_ids, case.expected("position_ids"))
-    assert torch.equal(blocks.allowed, case.expected("attention_allowed"))
+    assert torch.equal(blocks.attention_mask.squeeze(1), case.expected("attention_allowed"))
 
     output = model(
         embeds,
         case.inputs("target_hidden"),
-        attention_mask=blocks.allowed.unsqueeze(1),
+        attention_mask=blocks.attention_mask,
         position_ids=blocks.position_ids,
     )
     hidden = output.last_hidden_state.unflatten(1, (-1, block_size))
