@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -68,6 +69,16 @@ class DraftOutput(ModelOutput):
     lattice: Lattice | None = None
 
 
+def attention_implementation(attention_mask: torch.Tensor | BlockMask | None, config: LiLiCorrConfig) -> str:
+    """The configured one, unless a mask of packed blocks can be applied by one alone: a `BlockMask` by flex attention,
+    a boolean mask `[b, 1, q, k]` by SDPA."""
+    if isinstance(attention_mask, BlockMask):
+        return "flex_attention"
+    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
+        return "sdpa"
+    return config._attn_implementation
+
+
 class DFlashAttention(Qwen3Attention):
     """Queries from the block; keys and values from the new context rows, then the block (DFlash, section 3)."""
 
@@ -95,10 +106,13 @@ class DFlashAttention(Qwen3Attention):
         q_len = query.shape[-2]
         query = query * cos[..., -q_len:, :] + rotate_half(query) * sin[..., -q_len:, :]
         key = key * cos + rotate_half(key) * sin
+        # Under autocast the norms leave them in fp32, which not every kernel takes beside values in bf16.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = attention_implementation(attention_mask, self.config)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False, **kwargs

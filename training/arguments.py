@@ -47,6 +47,7 @@ class DataArguments:
     max_length: int = option(1024, "Tokens kept of a row.")
     held_out: float = option(0.0, "Share of the rows, the same in every run, kept out of training to evaluate on.")
     max_held_out: int = option(64, "Rows of those that are evaluated.")
+    packing: bool = option(False, "Fill rows of `max_length` tokens with several examples; none sees another.")
 
 
 @dataclass

@@ -23,23 +23,34 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistan
 
 @dataclass
 class Example:
-    """One sequence: token ids, and whether the target wrote each of them."""
+    """One sequence: token ids, whether the target wrote each of them, and at how many of the last no block starts."""
 
     input_ids: list[int]
     loss_mask: list[int]
+    closed: int = 1
 
-    def truncated(self, max_length: int) -> "Example":
-        return Example(self.input_ids[:max_length], self.loss_mask[:max_length])
+    def truncated(self, max_length: int, block_size: int) -> "Example":
+        """The first `max_length` tokens, where every block has the supervised slots that it has in the whole: none
+        starts where one of them would be cut off."""
+        if len(self.input_ids) <= max_length:
+            return self
+        cut_off = self.loss_mask[max_length : max_length + block_size - 1]
+        closed = block_size - 1 - cut_off.index(1) if 1 in cut_off else 1
+        return Example(self.input_ids[:max_length], self.loss_mask[:max_length], closed)
+
+    @property
+    def position_ids(self) -> list[int]:
+        return list(range(len(self.input_ids)))
 
     @property
     def anchors(self) -> list[int]:
         """Positions a block may start at: a written token that a written token follows."""
         mask = self.loss_mask
-        return [i for i in range(len(mask) - 1) if mask[i] and mask[i + 1]]
+        return [i for i in range(len(mask) - self.closed) if mask[i] and mask[i + 1]]
 
 
 def read_examples(
-    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, max_length: int
+    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, max_length: int, block_size: int
 ) -> list[Example]:
     """Examples of rows with `prompt_ids` and `response_ids`, `messages`, `prompt` and `completion`, or ShareGPT's
     `conversations`; those without room for a single block are left out.
@@ -48,20 +59,21 @@ def read_examples(
         rows (iterable of `dict`): formats may be mixed.
         tokenizer (`PreTrainedTokenizerBase`): of the target; not needed for token ids.
         max_length (`int`): tokens kept of each row, from its start.
+        block_size (`int`): of the drafter; no block starts where truncation would cut supervised slots off it.
 
     Raises:
         `ValueError`: for a row of no known format, or if nothing in any row would be trained on.
     """
     examples = [
-        example.truncated(max_length)
+        example.truncated(max_length, block_size)
         for number, row in enumerate(rows, 1)
         for example in parse(row, tokenizer, number)
     ]
     usable = [example for example in examples if example.anchors]
     if not usable:
         raise ValueError(
-            f"None of {len(examples)} examples holds two supervised tokens within {max_length}: nothing would be "
-            "trained on. Check the roles of the messages, the chat template and `max_length`."
+            f"None of {len(examples)} examples has room for a block in its first {max_length} tokens: nothing would "
+            "be trained on. Check the roles of the messages, the chat template and `max_length`."
         )
     return usable
 
@@ -184,19 +196,26 @@ class BlockDataset(Dataset):
         possible = example.anchors
         rng = random.Random(f"{self.seed} {self.epoch} {index}")
         anchors = sorted(rng.sample(possible, min(self.max_anchors, len(possible))))
-        return {"input_ids": example.input_ids, "loss_mask": example.loss_mask, "anchors": anchors}
+        names = ("input_ids", "loss_mask", "position_ids")
+        return {name: getattr(example, name) for name in names} | {"anchors": anchors}
 
 
 def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Rows padded on the right: `input_ids`, `attention_mask`, `loss_mask` `[b, T]`; `anchors`, `keep` `[b, N]`."""
+    """Rows padded on the right: `input_ids`, `loss_mask`, `position_ids` `[b, T]`; their `lengths` `[b]`; `anchors`,
+    `keep` `[b, N]`."""
 
     def padded(lists: list[list[int]]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in lists], batch_first=True)
 
+    input_ids = padded([row["input_ids"] for row in rows])
+    width = input_ids.shape[1]
+    positions = [row["position_ids"] for row in rows]
     return {
-        "input_ids": padded([row["input_ids"] for row in rows]),
-        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows]),
+        "input_ids": input_ids,
         "loss_mask": padded([row["loss_mask"] for row in rows]),
+        "lengths": torch.tensor([len(row["input_ids"]) for row in rows]),
+        # Padding goes on from the last document, so that rows of one document need no mask at all.
+        "position_ids": padded([[*row, *range(row[-1] + 1, row[-1] + 1 + width - len(row))] for row in positions]),
         "anchors": padded([row["anchors"] for row in rows]),
         "keep": padded([[1] * len(row["anchors"]) for row in rows]).bool(),
     }

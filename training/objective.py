@@ -59,7 +59,8 @@ class TrainingBatch:
     Args:
         input_ids (`torch.LongTensor` of shape `[b, T]`).
         loss_mask (`torch.Tensor` of shape `[b, T]`): 1 at tokens the target wrote.
-        anchors (`torch.LongTensor` of shape `[b, N]`): position of each block's first token.
+        position_ids (`torch.LongTensor` of shape `[b, T]`): of each token in its document; a row may hold several.
+        anchors (`torch.LongTensor` of shape `[b, N]`): index of each block's first token in its row.
         keep (`torch.BoolTensor` of shape `[b, N]`): `False` for blocks that only fill the tensor.
         target_states (`torch.Tensor` of shape `[b, T, L * M]`): tapped states of the target.
         final_states (`torch.Tensor` of shape `[b, T, M]`): what its output head reads, after the final norm.
@@ -67,6 +68,7 @@ class TrainingBatch:
 
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
+    position_ids: torch.Tensor
     anchors: torch.Tensor
     keep: torch.Tensor
     target_states: torch.Tensor
@@ -114,19 +116,26 @@ class SlotLabels:
 
 
 def slot_labels(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, anchors: torch.Tensor, keep: torch.Tensor, num_slots: int
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    keep: torch.Tensor,
+    num_slots: int,
 ) -> SlotLabels:
-    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the sequence where the target wrote it.
+    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the document where the target wrote it.
 
     Arguments as in [`TrainingBatch`].
     """
-    length = input_ids.shape[1]
-    positions = anchors.unsqueeze(-1) + torch.arange(1, num_slots + 1, device=anchors.device)
-    inside = positions < length
-    flat = positions.clamp(max=length - 1).flatten(1)
-    ids = input_ids.gather(1, flat).view_as(positions)
-    written = loss_mask.gather(1, flat).view_as(positions) > 0
-    return SlotLabels(ids, inside & written & keep.unsqueeze(-1))
+    offsets = torch.arange(1, num_slots + 1, device=anchors.device)
+    indices = (anchors.unsqueeze(-1) + offsets).clamp(max=input_ids.shape[1] - 1)
+
+    def at_slots(values):
+        return values.gather(1, indices.flatten(1)).view_as(indices)
+
+    # Behind the end of the document, or of the row, positions are lower than the block's.
+    inside = at_slots(position_ids) == position_ids.gather(1, anchors).unsqueeze(-1) + offsets
+    return SlotLabels(at_slots(input_ids), inside & (at_slots(loss_mask) > 0) & keep.unsqueeze(-1))
 
 
 @dataclass
@@ -223,12 +232,15 @@ def training_loss(
     config, share = model.config, share or Share()
     clock = clock or StageClock(torch.device("cpu"))
     k, block_size = config.candidate_topk, block_size or config.block_size
-    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, block_size - 1)
-    blocks = pack_blocks(batch.input_ids, batch.anchors, batch.keep, block_size, model.mask_token_id)
+    where = (batch.position_ids, batch.anchors, batch.keep)
+    labels = slot_labels(batch.input_ids, batch.loss_mask, *where, block_size - 1)
+    # Kernels of flex attention exist for GPUs and heads of at least 16; elsewhere the dense mask gives the same.
+    tiled = batch.input_ids.is_cuda and config.head_dim >= 16
+    blocks = pack_blocks(batch.input_ids, *where, block_size, model.mask_token_id, tiled)
     output = (forward or model)(
         noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
         context_hidden_states=batch.target_states.to(model.dtype),
-        attention_mask=blocks.allowed.unsqueeze(1),
+        attention_mask=blocks.attention_mask,
         position_ids=blocks.position_ids,
     )
     hidden = output.last_hidden_state.unflatten(1, (-1, block_size))[:, :, 1:].contiguous()
@@ -311,7 +323,7 @@ def score_blocks(
         log_probs=log_probs.flatten(0, 1),
         pass_hidden=hidden.flatten(0, 1),
         anchor_hidden=anchor_hidden.flatten(0, 1),
-        anchor_valid=(batch.anchors > 0).flatten(),
+        anchor_valid=(batch.position_ids.gather(1, batch.anchors) > 0).flatten(),
     )
     return start.unflatten(0, (b, n)), pair.unflatten(0, (b, n))
 

@@ -55,9 +55,9 @@ class TargetStateCache:
     def __len__(self) -> int:
         return len(self._places)
 
-    def get(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        """States `[n, (L + 1) * M]` of a row `[n]`, or `None` where it was never added."""
-        place = self._places.get(key_of(input_ids))
+    def get(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """States `[n, (L + 1) * M]` of a row of ids and positions `[n]`, or `None` where it was never added."""
+        place = self._places.get(key_of(input_ids, position_ids))
         if place is None:
             return None
         path, start, rows = place
@@ -67,8 +67,8 @@ class TargetStateCache:
             self._files[path] = states[: values // self.width * self.width].view(-1, self.width)
         return self._files[path][start : start + rows]
 
-    def add(self, input_ids: torch.Tensor, states: torch.Tensor) -> None:
-        """Keeps the states `[n, (L + 1) * M]` of a row `[n]`; not any more once the disk is nearly full."""
+    def add(self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Keeps the states `[n, (L + 1) * M]` of such a row; not any more once the disk is nearly full."""
         if shutil.disk_usage(self.folder).free < RESERVE:
             logger.warning("%s is nearly full: the states of further rows are not kept.", self.folder)
             return
@@ -79,7 +79,7 @@ class TargetStateCache:
         start = file.tell() // (self.width * self.dtype.itemsize)
         file.write(data.view(torch.uint8).numpy().tobytes())
         file.flush()
-        key = key_of(input_ids)
+        key = key_of(input_ids, position_ids)
         index.write(json.dumps({"row": key, "start": start, "rows": len(data)}) + "\n")
         index.flush()
         self._places[key] = (Path(file.name), start, len(data))
@@ -111,8 +111,13 @@ class TargetStateCache:
         return file, Path(file.name).with_suffix(".jsonl").open("w")
 
 
-def key_of(input_ids: torch.Tensor) -> str:
-    return hashlib.blake2b(input_ids.to("cpu", torch.int64).numpy().tobytes(), digest_size=16).hexdigest()
+def key_of(input_ids: torch.Tensor, position_ids: torch.Tensor) -> str:
+    """Of a row by its tokens, and by where further documents begin in it."""
+    further = (position_ids == 0).nonzero().flatten()[1:]
+    key = hashlib.blake2b(digest_size=16)
+    for tensor in (input_ids, further):
+        key.update(tensor.to("cpu", torch.int64).numpy().tobytes())
+    return key.hexdigest()
 
 
 def describe(target: PreTrainedModel, target_layer_ids: Sequence[int]) -> dict:

@@ -18,6 +18,7 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_jsonl
 from .data import BlockDataset, read_examples, split_held_out
+from .packing import pack
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
@@ -101,15 +102,12 @@ def new_config(args: ModelArguments, target: PreTrainedModel) -> LiLiCorrConfig:
     )
 
 
-def load_model(args: ModelArguments, target: PreTrainedModel, sample_ids: torch.Tensor) -> DFlashModel:
-    """The model to train in fp32: a checkpoint to go on from, or a new one, warm if asked for."""
+def load_model(args: ModelArguments, target: PreTrainedModel) -> DFlashModel:
+    """The model to train in fp32: a checkpoint to go on from, or a new one."""
     model_class = METHODS[args.method]
     if args.assistant is not None:
         return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32, init_head=True)
-    model = model_class(new_config(args, target))
-    if args.warm_start:
-        start_from_target(model, target, sample_ids)
-    return model
+    return model_class(new_config(args, target))
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
@@ -126,14 +124,18 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
-    rows = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
-    examples, held_out = split_held_out(rows, data_args.held_out)
-    model = load_model(model_args, target, torch.tensor([examples[0].input_ids]))
+    model = load_model(model_args, target)
+    train_rows = read_files(data_args.train_files)
+    examples = read_examples(train_rows, tokenizer, data_args.max_length, model.config.block_size)
+    examples, held_out = split_held_out(examples, data_args.held_out)
+    if model_args.assistant is None and model_args.warm_start:
+        start_from_target(model, target, torch.tensor([examples[0].input_ids]))
+    rows = pack(examples, data_args.max_length) if data_args.packing else examples
     trainer = LiLiCorrTrainer(
         model=model,
         target=target,
         args=args,
-        train_dataset=BlockDataset(examples, args.max_anchors, args.seed),
+        train_dataset=BlockDataset(rows, args.max_anchors, args.seed),
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
         held_out=BlockDataset(held_out[: data_args.max_held_out], HELD_OUT_ANCHORS, args.seed) if held_out else None,

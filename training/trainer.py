@@ -18,6 +18,7 @@ from .arguments import LiLiCorrTrainingArguments
 from .budget import TimeBudget, schedule_over
 from .data import BlockDataset, collate
 from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
+from .packing import PackedExample, check_packing
 from .stages import StageClock
 from .state_cache import TargetStateCache
 from .vocabulary import Vocabulary
@@ -89,6 +90,8 @@ class LiLiCorrTrainer(Trainer):
         if args.max_hours is not None:
             self.add_callback(TimeBudget(args.max_hours))
         self.target = target.eval().requires_grad_(False).to(args.device)
+        if any(isinstance(example, PackedExample) for example in train_dataset.examples):
+            check_packing(self.target, args.per_device_train_batch_size)
         self.tables = TargetTables(target)
         self.state_cache = None
         if args.target_cache is not None:
@@ -134,36 +137,41 @@ class LiLiCorrTrainer(Trainer):
 
     def training_batch(self, inputs: dict[str, torch.Tensor]) -> TrainingBatch:
         """The frozen target's part of a step: its tapped states, and its final states to read logits from."""
-        states = self.target_states(inputs["input_ids"], inputs["attention_mask"])
+        states = self.target_states(inputs["input_ids"], inputs["position_ids"], inputs["lengths"])
         width = self.target.config.get_text_config().hidden_size
         return TrainingBatch(
             input_ids=inputs["input_ids"],
             loss_mask=inputs["loss_mask"],
+            position_ids=inputs["position_ids"],
             anchors=inputs["anchors"],
             keep=inputs["keep"],
             target_states=states[..., :-width],
             final_states=states[..., -width:],
         )
 
-    def target_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def target_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         """Tapped and final states `[b, T, (L + 1) * M]`: from the cache where it has a row, which it is given else."""
         if self.state_cache is None:
-            return self.ask_target(input_ids, attention_mask)
+            return self.ask_target(input_ids, position_ids)
         rows = []
-        for ids, length in zip(input_ids, attention_mask.sum(dim=-1).tolist(), strict=True):
-            states = self.state_cache.get(ids[:length])
+        for row, length in enumerate(lengths.tolist()):
+            ids, positions = input_ids[row, :length], position_ids[row, :length]
+            states = self.state_cache.get(ids, positions)
             if states is None:
-                states = self.ask_target(ids[None, :length], attention_mask.new_ones(1, length))[0]
-                self.state_cache.add(ids[:length], states)
+                states = self.ask_target(ids.unsqueeze(0), positions.unsqueeze(0))[0]
+                self.state_cache.add(ids, positions, states)
             rows.append(states.to(input_ids.device))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     @torch.no_grad()
-    def ask_target(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def ask_target(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         taps = self.accelerator.unwrap_model(self.model).config.target_layer_ids
         output = self.target.base_model(
             input_ids=input_ids,
-            attention_mask=attention_mask,
+            # Without a mask, positions that start anew keep documents apart; padding is behind all that attends.
+            position_ids=position_ids,
             output_hidden_states=[i + 1 for i in taps],
             use_cache=False,
         )
@@ -176,7 +184,7 @@ class LiLiCorrTrainer(Trainer):
         self.clock = StageClock(self.args.device) if self._steps == 0 else None
         if not samples or self.objective.slot_weights == "dpace":
             return samples, None
-        names = ("input_ids", "loss_mask", "anchors", "keep")
+        names = ("input_ids", "loss_mask", "position_ids", "anchors", "keep")
         labels = [slot_labels(*(sample[name] for name in names), self.block_size - 1) for sample in samples]
         total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
         return samples, self.accelerator.reduce(total.to(device), reduction="sum")

@@ -205,18 +205,19 @@ def test_packed_blocks_equal_single_blocks(golden):
     theta = case.spec["config"]["rope_theta"]
     model = drafter_from(case, rope_parameters={"rope_type": "default", "rope_theta": theta})
     block_size, keep = model.config.block_size, case.inputs("block_keep_mask")
-    blocks = pack_blocks(
-        case.inputs("input_ids"), case.inputs("anchor_positions"), keep, block_size, model.config.mask_token_id
-    )
+    input_ids = case.inputs("input_ids")
+    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    anchors = case.inputs("anchor_positions")
+    blocks = pack_blocks(input_ids, positions, anchors, keep, block_size, model.config.mask_token_id)
     embeds = case.inputs("embed_tokens.weight")[blocks.input_ids]
     assert torch.equal(embeds, case.expected("block_embeds"))
     assert torch.equal(blocks.position_ids, case.expected("position_ids"))
-    assert torch.equal(blocks.allowed, case.expected("attention_allowed"))
+    assert torch.equal(blocks.attention_mask.squeeze(1), case.expected("attention_allowed"))
 
     output = model(
         embeds,
         case.inputs("target_hidden"),
-        attention_mask=blocks.allowed.unsqueeze(1),
+        attention_mask=blocks.attention_mask,
         position_ids=blocks.position_ids,
     )
     hidden = output.last_hidden_state.unflatten(1, (-1, block_size))

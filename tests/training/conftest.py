@@ -62,4 +62,4 @@ def examples(target, answered) -> list[Example]:
     """The target's own greedy answers."""
     answers = [target.generate(prompt, do_sample=False, max_new_tokens=24)[0, 4:].tolist() for prompt in answered]
     rows = [{"prompt_ids": p[0].tolist(), "response_ids": a} for p, a in zip(answered, answers, strict=True)]
-    return read_examples(rows, None, 100)
+    return read_examples(rows, None, 100, 5)

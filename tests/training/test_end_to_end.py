@@ -46,6 +46,8 @@ def config_file(target_folder, prompts, tmp_path):
         "factor_dim": 12,
         "per_device_train_batch_size": 4,
         "max_anchors": 8,
+        "packing": True,
+        "max_length": 100,
         "max_steps": 10,
         "logging_steps": 10,
         "eval_strategy": "steps",

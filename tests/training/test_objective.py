@@ -49,6 +49,7 @@ class Step:
         self.batch = TrainingBatch(
             input_ids=case.inputs("input_ids"),
             loss_mask=case.inputs("loss_mask"),
+            position_ids=torch.arange(final.shape[1]).expand(len(final), -1),
             anchors=case.inputs("anchor_positions"),
             keep=case.inputs("block_keep_mask"),
             target_states=case.inputs("target_hidden"),
@@ -115,7 +116,8 @@ def test_other_weights_of_the_drafter_term(step, name, objective):
 
 def test_labels_and_candidates_of_every_slot(step):
     batch = step.batch
-    labels = slot_labels(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, step.model.config.num_slots)
+    where = (batch.position_ids, batch.anchors, batch.keep)
+    labels = slot_labels(batch.input_ids, batch.loss_mask, *where, step.model.config.num_slots)
     assert torch.equal(labels.supervised, step.case.expected("slot_mask").bool())
     inside = labels.supervised
     assert torch.equal(labels.ids[inside], step.case.expected("target_ids")[..., 1:][inside])
@@ -153,6 +155,7 @@ def test_nothing_supervised_is_zero_loss_with_a_graph_to_every_parameter(model_c
     batch = TrainingBatch(
         input_ids=torch.randint(0, 64, (1, 20)),
         loss_mask=torch.zeros(1, 20),
+        position_ids=torch.arange(20).unsqueeze(0),
         anchors=torch.tensor([[4, 0]]),
         keep=torch.tensor([[True, False]]),
         target_states=torch.randn(1, 20, 64),
