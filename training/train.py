@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lilicorr_hf.measure import encode
 from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
@@ -70,9 +70,9 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
     return argv
 
 
-def new_config(args: ModelArguments, target: PreTrainedModel) -> LiLiCorrConfig:
+def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig:
     """Geometry of a new drafter: the target's own where the two have to agree, or start from each other."""
-    text = target.config.get_text_config()
+    text = target.get_text_config()
     if args.mask_token_id is None:
         raise ValueError("`mask_token_id` is required for a new drafter: give an unused token of the target.")
     return LiLiCorrConfig(
@@ -104,7 +104,7 @@ def load_model(args: ModelArguments, target: PreTrainedModel, sample_ids: torch.
     model_class = METHODS[args.method]
     if args.assistant is not None:
         return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32, init_head=True)
-    model = model_class(new_config(args, target))
+    model = model_class(new_config(args, target.config))
     if args.warm_start:
         start_from_target(model, target, sample_ids)
     return model
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    trainer.accelerator.end_training()
+    trainer.close()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from lilicorr_hf.modeling.generation_lilicorr import record
@@ -57,6 +59,7 @@ class LiLiCorrTrainer(Trainer):
     ):
         model.check_target(target)
         freeze(model, args)
+        self.model_class = type(model)
         super().__init__(
             model=model,
             args=args,
@@ -74,6 +77,12 @@ class LiLiCorrTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self._sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
         self._steps, self._blocks, self._since = 0, 0, time.perf_counter()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.is_fsdp2:
+            # Autocast alone decides what is computed in bf16. FSDP's policy would round the head's scores, too.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (or `args.optim`) over two groups, drafter and head, each with its own rate and decay."""
@@ -139,7 +148,7 @@ class LiLiCorrTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        raise_if_not_finite(model, loss, self.state.global_step + 1)
+        raise_if_not_finite(model, loss, self.state.global_step + 1, self.accelerator.reduce)
         return loss
 
     def note(self, step: StepLoss, batch: TrainingBatch) -> None:
@@ -186,9 +195,33 @@ class LiLiCorrTrainer(Trainer):
         self._since = time.perf_counter()
         return metrics
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        # FSDP gives the model a class of its own making; the checkpoint has to name ours, and bring its code.
+        model: Any = self.model
+        wrapped = type(model)
+        model.__class__ = self.model_class
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            model.__class__ = wrapped
 
-def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None:
+    def close(self) -> None:
+        """Ends the process group of a distributed run; the trainer cannot train afterwards.
+
+        The wrapped model goes first. Were it the last to hold the group, freeing it would wait, without releasing the
+        interpreter, for threads of the group that wait for the interpreter.
+        """
+        self.model_wrapped = self.model
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
+
+def raise_if_not_finite(
+    model: nn.Module, loss: torch.Tensor, step: int, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Stops a run before one bad number reaches the weights, where it would spread; waits once for the device.
+
+    All processes stop if one has to: `reduce` sums over them.
 
     Raises:
         `FloatingPointError`: naming the first tensor that is not finite, weights before gradients before the loss.
@@ -197,8 +230,8 @@ def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None
     gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # A bad weight spoils every gradient, so weights come first.
     tensors = [*weights.items(), *gradients.items(), ("loss", loss)]
-    norms = torch._foreach_norm([tensor for _, tensor in tensors])
-    finite = torch.stack([norm.float() for norm in norms]).isfinite()
+    norms = torch._foreach_norm([t.to_local() if isinstance(t, DTensor) else t for _, t in tensors])
+    finite = reduce(torch.stack([norm.float() for norm in norms])).isfinite()
     if not finite.all():
         first = tensors[int(finite.logical_not().nonzero()[0])][0]
         raise FloatingPointError(
