@@ -16,7 +16,7 @@ from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import load_target, resolve_assistant
 
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
-from .conversations import read_jsonl
+from .conversations import read_rows
 from .data import BlockDataset, read_examples
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
@@ -111,7 +111,7 @@ def load_model(args: ModelArguments, target: PreTrainedModel, sample_ids: torch.
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
-    return [row for file in files for _, row in read_jsonl(Path(file))]
+    return [row for file in files for _, row in read_rows(file)]
 
 
 def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
@@ -120,13 +120,14 @@ def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> lis
     return [encode(tokenizer, chat)["input_ids"] for chat in chats]
 
 
-def main(argv: list[str] | None = None) -> None:
-    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+def new_trainer(
+    model_args: ModelArguments, data_args: DataArguments, args: LiLiCorrTrainingArguments
+) -> LiLiCorrTrainer:
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     examples = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
     model = load_model(model_args, target, torch.tensor([examples[0].input_ids]))
-    trainer = LiLiCorrTrainer(
+    return LiLiCorrTrainer(
         model=model,
         target=target,
         args=args,
@@ -134,6 +135,11 @@ def main(argv: list[str] | None = None) -> None:
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
     )
+
+
+def main(argv: list[str] | None = None) -> None:
+    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    trainer = new_trainer(model_args, data_args, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.close()
