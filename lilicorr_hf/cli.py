@@ -206,6 +206,6 @@ def complaints() -> Iterator[None]:
     """Errors that name what a user can mend end the command with that message, not with a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         errors.print(f"[red]Error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

@@ -190,6 +190,9 @@ class DFlashModel(DFlashPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
+    def get_input_embeddings(self) -> None:
+        """None: the target lends its own. FSDP asks."""
+
     def forward(
         self,
         noise_embeds: torch.Tensor,

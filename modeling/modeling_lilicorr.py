@@ -177,7 +177,8 @@ class LiLiCorrDraftModel(DFlashModel):
 
     has_head = True
     _keys_to_ignore_on_load_unexpected = []
-    _no_split_modules = ["DFlashDecoderLayer", "LatticeLayer"]
+    # Training calls the head on its own, so it has to be one unit of sharding, too.
+    _no_split_modules = ["DFlashDecoderLayer", "LiLiCorrHead"]
 
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)

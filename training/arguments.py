@@ -37,7 +37,8 @@ class DataArguments:
     """Where the training and evaluation rows come from."""
 
     train_files: list[str] = field(
-        default_factory=list, metadata={"help": "JSONL(.gz) files, or names of `datasets` datasets."}
+        default_factory=list,
+        metadata={"help": "JSONL(.gz) files, or folders or names of `datasets` datasets with a split `train`."},
     )
     eval_files: list[str] = field(
         default_factory=list, metadata={"help": "JSONL(.gz) files of prompts for `generate`; never trained on."}

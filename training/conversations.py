@@ -10,7 +10,7 @@ import importlib
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -115,20 +115,41 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             raise ValueError(f"{path}, at line {max(number, 1)}: {error}") from error
 
 
-def read_rows(dataset: str, config: str | None, split: str) -> Iterator[tuple[str, Row]]:
-    """`(place, row)` of a JSONL file, or of the `datasets` dataset of that name. Raises like `read_jsonl`, or
-    ImportError without `datasets`.
+def read_rows(name: str, config: str | None = None, split: str = "train") -> Iterator[tuple[str, Row]]:
+    """`(place, row)` of a JSONL file, or else of a dataset, see `open_dataset`, without the fields a row leaves empty.
+    Raises like both.
     """
-    path = Path(dataset)
-    if path.exists() or path.is_absolute() or path.name.endswith((".jsonl", ".jsonl.gz", ".json")):
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or path.is_absolute() or name.endswith((".jsonl", ".jsonl.gz", ".json"))):
         yield from read_jsonl(path)
         return
+    for number, row in enumerate(open_dataset(name, config, split), 1):
+        # Arrow gives every row every field that any row has.
+        yield f"{name}, row {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def open_dataset(name: str, config: str | None, split: str) -> Iterable[Row]:
+    """Rows of a folder that `save_to_disk` wrote, or of whatever `datasets.load_dataset` finds under a name: a folder
+    of JSONL or Parquet files, or a dataset of the Hub.
+
+    Raises:
+        ImportError: without `datasets`.
+        ValueError, OSError: there is no such dataset, configuration or split.
+    """
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise ImportError(f"{dataset} is not a file; to read it as a dataset, `pip install datasets`") from error
-    rows = datasets.load_dataset(dataset, config, split=split)
-    yield from ((f"{dataset}, row {number}", row) for number, row in enumerate(rows, 1))
+        raise ImportError(
+            f'{name} is not a file; to read it as a dataset, `pip install "lilicorr_hf[train]"`'
+        ) from error
+    if not any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        return datasets.load_dataset(name, config, split=split)
+    saved = datasets.load_from_disk(name)
+    if not isinstance(saved, dict):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{name} has no split {split!r}, only {sorted(saved)}")
+    return saved[split]
 
 
 def read_conversations(dataset: str, config: str | None, split: str, limit: int | None) -> list[Conversation]:

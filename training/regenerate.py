@@ -61,7 +61,7 @@ logger = logging.get_logger(__name__)
 class RegenerateArguments(ServerArguments):
     """What to regenerate, and how; `server` decides where."""
 
-    dataset: str = field(metadata={"help": "A .jsonl or .jsonl.gz file, or the name of a `datasets` dataset."})
+    dataset: str = field(metadata={"help": "A .jsonl or .jsonl.gz file, or a folder or name of a `datasets` dataset."})
     output: str = field(metadata={"help": "The .jsonl or .jsonl.gz file to write; an existing one is resumed."})
     dataset_config: str | None = option(None, "Configuration of a `datasets` dataset.")
     dataset_split: str = option("train", "Split of a `datasets` dataset.")

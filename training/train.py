@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lilicorr_hf.measure import encode
 from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
@@ -16,7 +16,7 @@ from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import load_target, resolve_assistant
 
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
-from .conversations import read_jsonl
+from .conversations import read_rows
 from .data import BlockDataset, read_examples, split_held_out
 from .packing import pack
 from .trainer import LiLiCorrTrainer
@@ -73,9 +73,9 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
     return argv
 
 
-def new_config(args: ModelArguments, target: PreTrainedModel) -> LiLiCorrConfig:
+def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig:
     """Geometry of a new drafter: the target's own where the two have to agree, or start from each other."""
-    text = target.config.get_text_config()
+    text = target.get_text_config()
     if args.mask_token_id is None:
         raise ValueError("`mask_token_id` is required for a new drafter: give an unused token of the target.")
     return LiLiCorrConfig(
@@ -107,11 +107,11 @@ def load_model(args: ModelArguments, target: PreTrainedModel) -> DFlashModel:
     model_class = METHODS[args.method]
     if args.assistant is not None:
         return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32, init_head=True)
-    return model_class(new_config(args, target))
+    return model_class(new_config(args, target.config))
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
-    return [row for file in files for _, row in read_jsonl(Path(file))]
+    return [row for file in files for _, row in read_rows(file)]
 
 
 def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
@@ -120,8 +120,9 @@ def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> lis
     return [encode(tokenizer, chat)["input_ids"] for chat in chats]
 
 
-def main(argv: list[str] | None = None) -> None:
-    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+def new_trainer(
+    model_args: ModelArguments, data_args: DataArguments, args: LiLiCorrTrainingArguments
+) -> LiLiCorrTrainer:
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     model = load_model(model_args, target)
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     if model_args.assistant is None and model_args.warm_start:
         start_from_target(model, target, torch.tensor([examples[0].input_ids]))
     rows = pack(examples, data_args.max_length) if data_args.packing else examples
-    trainer = LiLiCorrTrainer(
+    return LiLiCorrTrainer(
         model=model,
         target=target,
         args=args,
@@ -140,9 +141,14 @@ def main(argv: list[str] | None = None) -> None:
         eval_max_new_tokens=data_args.eval_max_new_tokens,
         held_out=BlockDataset(held_out[: data_args.max_held_out], HELD_OUT_ANCHORS, args.seed) if held_out else None,
     )
+
+
+def main(argv: list[str] | None = None) -> None:
+    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    trainer = new_trainer(model_args, data_args, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    trainer.accelerator.end_training()
+    trainer.close()
 
 
 if __name__ == "__main__":

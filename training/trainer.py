@@ -3,11 +3,13 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from lilicorr_hf.modeling.generation_lilicorr import record
@@ -78,6 +80,7 @@ class LiLiCorrTrainer(Trainer):
     ):
         model.check_target(target)
         freeze(model, args)
+        self.model_class = type(model)
         super().__init__(
             model=model,
             args=args,
@@ -108,6 +111,12 @@ class LiLiCorrTrainer(Trainer):
         self.clock: StageClock | None = None
         self.shares: dict[str, float] = {}
         self.add_callback(OptimizerTime(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.is_fsdp2:
+            # Autocast alone decides what is computed in bf16. FSDP's policy would round the head's scores, too.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (or `args.optim`) over two groups, drafter and head, each with its own rate and decay."""
@@ -226,7 +235,7 @@ class LiLiCorrTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.clock is not None:
             self.clock.mark("drafter")
-        raise_if_not_finite(model, loss, self.state.global_step + 1)
+        raise_if_not_finite(model, loss, self.state.global_step + 1, self.accelerator.reduce)
         return loss
 
     def note(self, step: StepLoss, batch: TrainingBatch) -> None:
@@ -293,9 +302,33 @@ class LiLiCorrTrainer(Trainer):
                     sums[name] += value.item() * complete
         return {name: value / max(blocks, 1) for name, value in sums.items()}
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        # FSDP gives the model a class of its own making; the checkpoint has to name ours, and bring its code.
+        model: Any = self.model
+        wrapped = type(model)
+        model.__class__ = self.model_class
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            model.__class__ = wrapped
 
-def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None:
+    def close(self) -> None:
+        """Ends the process group of a distributed run; the trainer cannot train afterwards.
+
+        The wrapped model goes first. Were it the last to hold the group, freeing it would wait, without releasing the
+        interpreter, for threads of the group that wait for the interpreter.
+        """
+        self.model_wrapped = self.model
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
+
+def raise_if_not_finite(
+    model: nn.Module, loss: torch.Tensor, step: int, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Stops a run before one bad number reaches the weights, where it would spread; waits once for the device.
+
+    All processes stop if one has to: `reduce` sums over them.
 
     Raises:
         `FloatingPointError`: naming the first tensor that is not finite, weights before gradients before the loss.
@@ -304,8 +337,8 @@ def raise_if_not_finite(model: nn.Module, loss: torch.Tensor, step: int) -> None
     gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # A bad weight spoils every gradient, so weights come first.
     tensors = [*weights.items(), *gradients.items(), ("loss", loss)]
-    norms = torch._foreach_norm([tensor for _, tensor in tensors])
-    finite = torch.stack([norm.float() for norm in norms]).isfinite()
+    norms = torch._foreach_norm([t.to_local() if isinstance(t, DTensor) else t for _, t in tensors])
+    finite = reduce(torch.stack([norm.float() for norm in norms])).isfinite()
     if not finite.all():
         first = tensors[int(finite.logical_not().nonzero()[0])][0]
         raise FloatingPointError(

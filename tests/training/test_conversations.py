@@ -1,9 +1,7 @@
 """Every answer has the conversation so far as its prompt, and unusable rows and files are named."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from regeneration import arguments, plain_answer, read_rows, write_rows
@@ -65,23 +63,6 @@ def test_limit_exclude_and_missing_ids(model, tokenizer, tmp_path):
     args = arguments(source, limit=4, exclude=[str(known)])
     assert regenerate(args, model, tokenizer).excluded == 1
     assert sorted(row["id"] for row in read_rows(args.output)) == ["0", "2", "named"]
-
-
-def test_a_datasets_name_is_loaded_lazily(model, tokenizer, tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
-        return [{"prompt": "w1"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    args = arguments(tmp_path / "in.jsonl", dataset_split="test")
-    args.dataset = "some/data"
-    assert regenerate(args, model, tokenizer).answers == 1
-    assert asked == [("some/data", None, "test")]
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="some/data is not a file.*pip install datasets"):
-        regenerate(args, model, tokenizer)
 
 
 @pytest.mark.parametrize(
