@@ -152,11 +152,10 @@ def predict_slots(
     """
 
     def one_chunk(states, labels):
-        logits = tables.logits(states).float()
-        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        logits = tables.logits(states)
         ids = logits.detach().topk(k, dim=-1).indices
-        cross_entropy = (normaliser - logits.gather(-1, labels.unsqueeze(-1))).squeeze(-1)
-        return cross_entropy, ids, logits.gather(-1, ids) - normaliser
+        log_probs = losses.token_log_probs(logits, torch.cat([labels.unsqueeze(-1), ids], dim=-1))
+        return -log_probs[:, 0], ids, log_probs[:, 1:]
 
     if len(hidden) <= chunk_size:
         return SlotPredictions(*one_chunk(hidden, label_ids))
