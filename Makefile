@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test quality style import-time clean
+.PHONY: setup generate test quality style import-time peer-training clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -38,6 +38,13 @@ quality: setup
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup
 	$(BIN)/python tests/support/import_time.py
+
+# Our training steps against nvidia-modelopt's, in turns on one core, each in its own environment. PEER holds options.
+peer-training: runs/peer_rows.jsonl
+	$(BIN)/python tests/peers/training_speed.py --rows $< --json runs/peer_training.json $(PEER)
+
+runs/peer_rows.jsonl: tests/peers/prompts.jsonl | setup
+	$(BIN)/lilicorr regenerate --target smollm2-135m --dataset $< --output $@ --max_new_tokens 256
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -11,6 +11,31 @@ from torch.nn import functional as F
 from lilicorr_hf.modeling.lattice_lilicorr import conditional_scores
 
 
+class TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities in fp32 of some tokens, with one pass over the vocabulary in the backward direction.
+
+    Autograd would keep the logits in fp32 and go over them for every gather and every term of the normaliser.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, ids):
+        ctx.save_for_backward(logits, ids)
+        return logits.log_softmax(dim=-1, dtype=torch.float32).gather(-1, ids)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        logits, ids = ctx.saved_tensors
+        total = gradient.sum(dim=-1, keepdim=True)
+        result = logits.softmax(dim=-1, dtype=torch.float32).mul_(-total).scatter_add_(-1, ids, gradient)
+        return result.to(logits.dtype), None
+
+
+def token_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `[n, m]` in fp32, over the whole vocabulary, of tokens `ids [n, m]` under `logits [n, V]`."""
+    return TokenLogProbs.apply(logits, ids)
+
+
 def decay_weights(num_slots: int, beta: float, device: torch.device | None = None) -> torch.Tensor:
     """DFlash's weights `[S]` of a block's slots, `exp(-s / beta)`: early slots decide how far a draft gets."""
     return torch.exp(-torch.arange(num_slots, device=device) / beta)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk
@@ -176,22 +177,24 @@ def predict_slots(
     """
 
     def head(states):
-        return tables.logits(states).float() if vocabulary is None else vocabulary.logits(tables, states)
+        return tables.logits(states) if vocabulary is None else vocabulary.logits(tables, states)
 
     def one_chunk(states, labels, target_states=None):
         logits = head(states)
-        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        unweighted = logits.detach() if vocabulary is None else logits.detach() - vocabulary.log_weights
+        top = unweighted.topk(k, dim=-1).indices
         index = labels if vocabulary is None else vocabulary.index[labels]
-        cross_entropy = (normaliser - logits.gather(-1, index.unsqueeze(-1))).squeeze(-1)
-        divergence = torch.zeros_like(cross_entropy)
+        log_probs = losses.token_log_probs(logits, torch.cat([index.unsqueeze(-1), top], dim=-1))
+        divergence = torch.zeros_like(log_probs[:, 0])
         if target_states is not None:
             with torch.no_grad():
-                target = head(target_states).log_softmax(dim=-1)
-            divergence = (target.exp() * (target - logits + normaliser)).sum(dim=-1)
-        raw = logits if vocabulary is None else logits - vocabulary.log_weights
-        top = raw.detach().topk(k, dim=-1).indices
-        ids = top if vocabulary is None else vocabulary.token_ids[top]
-        return cross_entropy, ids, raw.gather(-1, top) - normaliser, divergence
+                target = head(target_states).log_softmax(dim=-1, dtype=torch.float32)
+            divergence = F.kl_div(
+                logits.log_softmax(dim=-1, dtype=torch.float32), target, log_target=True, reduction="none"
+            ).sum(dim=-1)
+        if vocabulary is None:
+            return -log_probs[:, 0], top, log_probs[:, 1:], divergence
+        return -log_probs[:, 0], vocabulary.token_ids[top], log_probs[:, 1:] - vocabulary.log_weights[top], divergence
 
     given = [hidden, label_ids] if final_states is None else [hidden, label_ids, final_states]
     if len(hidden) <= chunk_size:
@@ -273,8 +276,9 @@ def training_loss(
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
     if isinstance(model, LiLiCorrDraftModel) and with_head:
         clock.mark_gradient(log_probs, "head")
+        teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
         start, pair = score_blocks(
-            model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states
+            model, tables, batch, teaches, candidate_ids, log_probs, hidden, output.context_hidden_states
         )
         add_head_terms(step, objective, share, tables, batch, start, pair, candidate_ids, truth_index, complete)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
@@ -312,20 +316,25 @@ def fixed_weights(objective: Objective, supervised: torch.Tensor) -> torch.Tenso
 
 
 def score_blocks(
-    model: LiLiCorrDraftModel, tables, batch, candidate_ids, log_probs, hidden, context
+    model: LiLiCorrDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]`; the anchor's row is the context before it."""
+    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of the blocks `teaches [b, N]`; 0 for the others,
+    whose first slot misses the ground truth or whose end is not supervised: no term and no drafted token needs them.
+    """
     b, n = batch.anchors.shape
-    before = (batch.anchors - 1).clamp(min=0)
-    anchor_hidden = context.gather(1, before.unsqueeze(-1).expand(-1, -1, context.shape[-1]))
-    start, pair = model.lilicorr(
-        token_embeds=tables.embed(candidate_ids).detach().to(model.dtype).flatten(0, 1),
-        log_probs=log_probs.flatten(0, 1),
-        pass_hidden=hidden.flatten(0, 1),
-        anchor_hidden=anchor_hidden.flatten(0, 1),
-        anchor_valid=(batch.position_ids.gather(1, batch.anchors) > 0).flatten(),
+    # One block at least, so that every parameter of the head is part of the graph.
+    chosen = teaches.flatten().nonzero().squeeze(-1) if teaches.any() else teaches.new_zeros(1, dtype=torch.long)
+    # The anchor's row is the context before it.
+    anchor = (chosen.div(n, rounding_mode="floor"), (batch.anchors.flatten()[chosen] - 1).clamp(min=0))
+    scores = model.lilicorr(
+        token_embeds=tables.embed(candidate_ids.flatten(0, 1)[chosen]).detach().to(model.dtype),
+        log_probs=log_probs.flatten(0, 1)[chosen],
+        pass_hidden=hidden.flatten(0, 1)[chosen],
+        anchor_hidden=context[anchor],
+        anchor_valid=batch.position_ids.gather(1, batch.anchors).flatten()[chosen] > 0,
     )
-    return start.unflatten(0, (b, n)), pair.unflatten(0, (b, n))
+    start, pair = (x.new_zeros(b * n, *x.shape[1:]).index_copy(0, chosen, x).unflatten(0, (b, n)) for x in scores)
+    return start, pair
 
 
 def add_head_terms(
@@ -355,7 +364,8 @@ def add_head_terms(
         step.parts[name] = masked_mean(value.detach(), supervised)
     step.metrics["supervised_slots"] = supervised.sum()
     step.metrics["slot_accuracy"] = masked_mean(scores.argmax(dim=-1) == truth_index, supervised)
-    step.metrics["factor_spread"] = (start.detach().std(dim=-1).mean() + pair.detach().std(dim=(-2, -1)).mean()) / 2
+    spread = (start.detach().std(dim=-1) + pair.detach().std(dim=(-2, -1)).mean(dim=-1)) / 2
+    step.metrics["factor_spread"] = masked_mean(spread, supervised[..., 0])
 
 
 @torch.no_grad()

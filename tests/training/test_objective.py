@@ -166,3 +166,19 @@ def test_nothing_supervised_is_zero_loss_with_a_graph_to_every_parameter(model_c
     result.loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_log_probs_are_log_softmax_gathered(dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(6, 50)).to(dtype)
+    # A token that is both label and candidate gets both gradients.
+    ids = torch.tensor([[4, 4, 9]]).repeat(6, 1)
+    weights = torch.randn(6, 3)
+    gradients = []
+    for function in (losses.token_log_probs, lambda x, ids: x.float().log_softmax(dim=-1).gather(-1, ids)):
+        leaf = logits.clone().requires_grad_()
+        values = function(leaf, ids)
+        (weights * values).sum().backward()
+        gradients.append((values.detach(), leaf.grad))
+    torch.testing.assert_close(gradients[0], gradients[1])
