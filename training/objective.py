@@ -240,7 +240,7 @@ def training_loss(
     # Kernels of flex attention exist for GPUs and heads of at least 16; elsewhere the dense mask gives the same.
     tiled = batch.input_ids.is_cuda and config.head_dim >= 16
     blocks = pack_blocks(batch.input_ids, *where, block_size, model.mask_token_id, tiled)
-    output = (forward or model)(
+    output = (model if forward is None else forward)(
         noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
         context_hidden_states=batch.target_states.to(model.dtype),
         attention_mask=blocks.attention_mask,
