@@ -66,7 +66,7 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     train_drafter: bool = option(True, "Train the drafter; off for a head on a frozen drafter.")
     train_head: bool = option(True, "Train the head; off to train the drafter alone under it.")
     max_anchors: int = option(512, "Blocks taken of one row at most, drawn anew each epoch.")
-    slot_chunk_size: int = option(1024, "Slots whose logits exist at a time.")
+    slot_chunk_size: int = option(1024, "Slots whose logits, and lattices, exist at a time.")
     cross_entropy: float = option(0.25, "Weight of the head's cross-entropy.")
     distractor: float = option(0.25, "Weight of the target-weighted distractor penalty.")
     hinge: float = option(0.0, "Weight of the margin hinge; the paper gives it and cross_entropy 0.125.")

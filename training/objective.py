@@ -150,14 +150,14 @@ class SlotPredictions:
 def predict_slots(
     hidden: torch.Tensor, label_ids: torch.Tensor, tables: TargetTables, k: int, chunk_size: int
 ) -> SlotPredictions:
-    """Runs the output head over slot states; if they are more than a chunk, keeps no logits for the backward pass.
+    """Runs the output head over slot states.
 
     Args:
         hidden (`torch.Tensor` of shape `[n, M]`): post-norm states of the slots.
         label_ids (`torch.LongTensor` of shape `[n]`).
         tables ([`TargetTables`]): the target's output head.
         k (`int`): candidates to keep.
-        chunk_size (`int`): slots at a time; logits of one chunk are all that ever exists.
+        chunk_size (`int`): slots at a time; see [`in_chunks`].
     """
 
     def one_chunk(states, labels):
@@ -167,11 +167,25 @@ def predict_slots(
         cross_entropy = (normaliser - logits.gather(-1, labels.unsqueeze(-1))).squeeze(-1)
         return cross_entropy, ids, logits.gather(-1, ids) - normaliser
 
-    if len(hidden) <= chunk_size:
-        return SlotPredictions(*one_chunk(hidden, label_ids))
-    chunks = zip(hidden.split(chunk_size), label_ids.split(chunk_size), strict=True)
-    outputs = [checkpoint(one_chunk, states, labels, use_reentrant=False) for states, labels in chunks]
-    return SlotPredictions(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+    return SlotPredictions(*in_chunks(one_chunk, chunk_size, hidden, label_ids))
+
+
+def in_chunks(
+    function: Callable[..., tuple[torch.Tensor, ...]], size: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """A function of rows on `size` rows at a time: what it computes on the way exists for one chunk only, and again in
+    the backward pass. Rows that fit into one chunk are not computed twice.
+
+    Args:
+        function (`Callable`): from tensors to tensors, each row on its own.
+        size (`int`): rows of a chunk.
+        tensors (`torch.Tensor` of shape `[n, *]`).
+    """
+    if len(tensors[0]) <= size:
+        return function(*tensors)
+    chunks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    outputs = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
 def training_loss(
@@ -190,7 +204,7 @@ def training_loss(
         tables ([`TargetTables`]): of the frozen target.
         batch ([`TrainingBatch`]).
         objective ([`Objective`]).
-        chunk_size (`int`): slots whose logits exist at a time.
+        chunk_size (`int`): slots whose logits, and blocks of as many slots whose lattices, exist at a time.
         share ([`Share`]): what part of an optimizer step this is; by default all of it.
         forward (`Callable`): the model's forward pass, wrapped for distributed training; by default the model.
     """
@@ -223,9 +237,9 @@ def training_loss(
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
     if isinstance(model, LiLiCorrDraftModel):
         start, pair = score_blocks(
-            model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states
+            model, tables, batch, candidate_ids, log_probs, hidden, output.context_hidden_states, chunk_size
         )
-        add_head_terms(step, objective, share, batch, start, pair, candidate_ids, truth_index, complete)
+        add_head_terms(step, objective, share, batch, start, pair, candidate_ids, truth_index, complete, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
     for name, hit in hits.items():
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
@@ -249,19 +263,20 @@ def fixed_weights(objective: Objective, supervised: torch.Tensor) -> torch.Tenso
 
 
 def score_blocks(
-    model: LiLiCorrDraftModel, tables, batch, candidate_ids, log_probs, hidden, context
+    model: LiLiCorrDraftModel, tables, batch, candidate_ids, log_probs, hidden, context, chunk_size
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]`; the anchor's row is the context before it."""
     b, n = batch.anchors.shape
     before = (batch.anchors - 1).clamp(min=0)
     anchor_hidden = context.gather(1, before.unsqueeze(-1).expand(-1, -1, context.shape[-1]))
-    start, pair = model.lilicorr(
-        token_embeds=tables.embed(candidate_ids).detach().to(model.dtype).flatten(0, 1),
-        log_probs=log_probs.flatten(0, 1),
-        pass_hidden=hidden.flatten(0, 1),
-        anchor_hidden=anchor_hidden.flatten(0, 1),
-        anchor_valid=(batch.position_ids.gather(1, batch.anchors) > 0).flatten(),
-    )
+    anchor_valid = batch.position_ids.gather(1, batch.anchors) > 0
+
+    def one_chunk(ids, *inputs):
+        return model.lilicorr(tables.embed(ids).detach().to(model.dtype), *inputs)
+
+    inputs = (candidate_ids, log_probs, hidden, anchor_hidden, anchor_valid)
+    blocks = max(chunk_size // hidden.shape[2], 1)
+    start, pair = in_chunks(one_chunk, blocks, *(tensor.flatten(0, 1) for tensor in inputs))
     return start.unflatten(0, (b, n)), pair.unflatten(0, (b, n))
 
 
@@ -275,6 +290,7 @@ def add_head_terms(
     candidate_ids: torch.Tensor,
     truth_index: torch.Tensor,
     complete: torch.Tensor,
+    chunk_size: int,
 ) -> None:
     """Adds the head's terms to the loss: means over the slots of the oracle prefixes of the whole batch."""
     supervised = losses.oracle_prefix(truth_index, complete)
@@ -282,7 +298,7 @@ def add_head_terms(
     count = share.reduce(supervised.sum()).clamp(min=1) * share.micro_batches / share.processes
     terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
     if objective.distractor:
-        logits = candidate_target_logits(batch, candidate_ids, supervised)
+        logits = candidate_target_logits(batch, candidate_ids, supervised, chunk_size)
         terms["distractor"] = losses.distractor_penalty(scores, logits, truth_index)
     if objective.hinge and candidate_ids.shape[-1] > 1:
         terms["hinge"] = losses.margin_hinge(scores, truth_index, objective.margin)
@@ -296,17 +312,18 @@ def add_head_terms(
 
 @torch.no_grad()
 def candidate_target_logits(
-    batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor
+    batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor, chunk_size: int
 ) -> torch.Tensor:
     """The target's logits `[b, N, S, K]` of the candidates, read where they are supervised and 0 elsewhere.
 
     Slot `s` is predicted by the target at anchor + s.
     """
-    rows, blocks, slots = supervised.nonzero(as_tuple=True)
     logits = torch.zeros(candidate_ids.shape, device=candidate_ids.device)
-    if len(rows):
-        at_slots = batch.target_logits(rows, batch.anchors[rows, blocks] + slots).float()
-        logits[rows, blocks, slots] = at_slots.gather(-1, candidate_ids[rows, blocks, slots])
+    found = supervised.nonzero()
+    for first in range(0, len(found), chunk_size):
+        rows, blocks, slots = found[first : first + chunk_size].unbind(dim=1)
+        at_slots = batch.target_logits(rows, batch.anchors[rows, blocks] + slots)
+        logits[rows, blocks, slots] = at_slots.gather(-1, candidate_ids[rows, blocks, slots]).float()
     return logits
 
 
