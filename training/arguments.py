@@ -72,7 +72,7 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     max_anchors: int = option(512, "Blocks taken of one row at most, drawn anew each epoch.")
     max_hours: float | None = option(None, "Hours of training, instead of epochs or steps; evaluation not counted.")
     target_cache: str | None = option(None, "Folder that keeps the target's states for later epochs and runs.")
-    slot_chunk_size: int = option(1024, "Slots whose logits exist at a time.")
+    slot_chunk_size: int = option(1024, "Slots whose logits, and lattices, exist at a time.")
     slot_vocabulary: int | None = option(None, "Tokens that compete for a slot in a step; nothing for all of them.")
     drafter_first: float = option(0.0, "Share of the run that trains the drafter alone, before the head joins.")
     short_blocks: float = option(0.0, "Share of the run, from its start, on blocks of half the size.")

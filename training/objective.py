@@ -164,14 +164,14 @@ def predict_slots(
     vocabulary: DrawnVocabulary | None = None,
     final_states: torch.Tensor | None = None,
 ) -> SlotPredictions:
-    """Runs the output head over slot states; if they are more than a chunk, keeps no logits for the backward pass.
+    """Runs the output head over slot states.
 
     Args:
         hidden (`torch.Tensor` of shape `[n, M]`): post-norm states of the slots.
         label_ids (`torch.LongTensor` of shape `[n]`).
         tables ([`TargetTables`]): the target's output head.
         k (`int`): candidates to keep.
-        chunk_size (`int`): slots at a time; logits of one chunk are all that ever exists.
+        chunk_size (`int`): slots at a time; see [`in_chunks`].
         vocabulary ([`DrawnVocabulary`]): the tokens that compete; `None` for all.
         final_states (`torch.Tensor` of shape `[n, M]`): the target's at the slots, to compare distributions.
     """
@@ -197,11 +197,25 @@ def predict_slots(
         return -log_probs[:, 0], vocabulary.token_ids[top], log_probs[:, 1:] - vocabulary.log_weights[top], divergence
 
     given = [hidden, label_ids] if final_states is None else [hidden, label_ids, final_states]
-    if len(hidden) <= chunk_size:
-        return SlotPredictions(*one_chunk(*given))
-    chunks = zip(*(tensor.split(chunk_size) for tensor in given), strict=True)
-    outputs = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    return SlotPredictions(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
+    return SlotPredictions(*in_chunks(one_chunk, chunk_size, *given))
+
+
+def in_chunks(
+    function: Callable[..., tuple[torch.Tensor, ...]], size: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """A function of rows on `size` rows at a time: what it computes on the way exists for one chunk only, and again in
+    the backward pass. Rows that fit into one chunk are not computed twice.
+
+    Args:
+        function (`Callable`): from tensors to tensors, each row on its own.
+        size (`int`): rows of a chunk.
+        tensors (`torch.Tensor` of shape `[n, *]`).
+    """
+    if len(tensors[0]) <= size:
+        return function(*tensors)
+    chunks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    outputs = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
 def training_loss(
@@ -224,7 +238,7 @@ def training_loss(
         tables ([`TargetTables`]): of the frozen target.
         batch ([`TrainingBatch`]).
         objective ([`Objective`]).
-        chunk_size (`int`): slots whose logits exist at a time.
+        chunk_size (`int`): slots whose logits, and blocks of as many slots whose lattices, exist at a time.
         share ([`Share`]): what part of an optimizer step this is; by default all of it.
         forward (`Callable`): the model's forward pass, wrapped for distributed training; by default the model.
         vocabulary ([`Vocabulary`]): draws the tokens that compete for a slot; by default all do.
@@ -278,9 +292,10 @@ def training_loss(
         clock.mark_gradient(log_probs, "head")
         teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
         start, pair = score_blocks(
-            model, tables, batch, teaches, candidate_ids, log_probs, hidden, output.context_hidden_states
+            model, tables, batch, teaches, candidate_ids, log_probs, hidden, output.context_hidden_states, chunk_size
         )
-        add_head_terms(step, objective, share, tables, batch, start, pair, candidate_ids, truth_index, complete)
+        terms = (start, pair, candidate_ids, truth_index, complete)
+        add_head_terms(step, objective, share, tables, batch, *terms, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
         clock.mark("head")
     elif isinstance(model, LiLiCorrDraftModel):
@@ -316,23 +331,26 @@ def fixed_weights(objective: Objective, supervised: torch.Tensor) -> torch.Tenso
 
 
 def score_blocks(
-    model: LiLiCorrDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context
+    model: LiLiCorrDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of the blocks `teaches [b, N]`; 0 for the others,
     whose first slot misses the ground truth or whose end is not supervised: no term and no drafted token needs them.
     """
     b, n = batch.anchors.shape
-    # One block at least, so that every parameter of the head is part of the graph.
-    chosen = teaches.flatten().nonzero().squeeze(-1) if teaches.any() else teaches.new_zeros(1, dtype=torch.long)
+    chosen = teaches.flatten().nonzero().squeeze(-1)
+    if len(chosen) == 0:
+        # One block at least, so that every parameter of the head is part of the graph.
+        chosen = chosen.new_zeros(1)
     # The anchor's row is the context before it.
     anchor = (chosen.div(n, rounding_mode="floor"), (batch.anchors.flatten()[chosen] - 1).clamp(min=0))
-    scores = model.lilicorr(
-        token_embeds=tables.embed(candidate_ids.flatten(0, 1)[chosen]).detach().to(model.dtype),
-        log_probs=log_probs.flatten(0, 1)[chosen],
-        pass_hidden=hidden.flatten(0, 1)[chosen],
-        anchor_hidden=context[anchor],
-        anchor_valid=batch.position_ids.gather(1, batch.anchors).flatten()[chosen] > 0,
-    )
+    anchor_valid = batch.position_ids.gather(1, batch.anchors).flatten()[chosen] > 0
+
+    def one_chunk(ids, *inputs):
+        return model.lilicorr(tables.embed(ids).detach().to(model.dtype), *inputs)
+
+    inputs = (tensor.flatten(0, 1)[chosen] for tensor in (candidate_ids, log_probs, hidden))
+    blocks = max(chunk_size // hidden.shape[2], 1)
+    scores = in_chunks(one_chunk, blocks, *inputs, context[anchor], anchor_valid)
     start, pair = (x.new_zeros(b * n, *x.shape[1:]).index_copy(0, chosen, x).unflatten(0, (b, n)) for x in scores)
     return start, pair
 
@@ -348,6 +366,7 @@ def add_head_terms(
     candidate_ids: torch.Tensor,
     truth_index: torch.Tensor,
     complete: torch.Tensor,
+    chunk_size: int,
 ) -> None:
     """Adds the head's terms to the loss: means over the slots of the oracle prefixes of the whole batch."""
     supervised = losses.oracle_prefix(truth_index, complete)
@@ -355,7 +374,7 @@ def add_head_terms(
     count = share.reduce(supervised.sum()).clamp(min=1) * share.micro_batches / share.processes
     terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
     if objective.distractor:
-        logits = candidate_target_logits(tables, batch, candidate_ids, supervised)
+        logits = candidate_target_logits(tables, batch, candidate_ids, supervised, chunk_size)
         terms["distractor"] = losses.distractor_penalty(scores, logits, truth_index)
     if objective.hinge and candidate_ids.shape[-1] > 1:
         terms["hinge"] = losses.margin_hinge(scores, truth_index, objective.margin)
@@ -370,13 +389,19 @@ def add_head_terms(
 
 @torch.no_grad()
 def candidate_target_logits(
-    tables: TargetTables, batch: TrainingBatch, candidate_ids: torch.Tensor, supervised: torch.Tensor
+    tables: TargetTables,
+    batch: TrainingBatch,
+    candidate_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    chunk_size: int,
 ) -> torch.Tensor:
     """The target's logits `[b, N, S, K]` of the candidates, read where they are supervised and 0 elsewhere."""
-    rows, blocks, slots = supervised.nonzero(as_tuple=True)
     logits = torch.zeros(candidate_ids.shape, device=candidate_ids.device)
-    states = batch.final_states[rows, batch.anchors[rows, blocks] + slots]
-    logits[rows, blocks, slots] = candidate_logits(tables, states, candidate_ids[rows, blocks, slots]).float()
+    found = supervised.nonzero()
+    for first in range(0, len(found), chunk_size):
+        rows, blocks, slots = found[first : first + chunk_size].unbind(dim=1)
+        states = batch.final_states[rows, batch.anchors[rows, blocks] + slots]
+        logits[rows, blocks, slots] = candidate_logits(tables, states, candidate_ids[rows, blocks, slots]).float()
     return logits
 
 
