@@ -318,7 +318,7 @@ class LiLiCorrTrainer(Trainer):
         The wrapped model goes first. Were it the last to hold the group, freeing it would wait, without releasing the
         interpreter, for threads of the group that wait for the interpreter.
         """
-        self.model_wrapped = self.model
+        self.model_wrapped = self.model  # type: ignore[assignment]
         self.accelerator.free_memory()
         self.accelerator.end_training()
 

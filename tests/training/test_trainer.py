@@ -90,7 +90,7 @@ def test_two_processes_equal_one(examples, tmp_path, empty):
         values |= {"folder": str(tmp_path / "run"), "output": str(output), "processes": processes}
         script.write_text(TWO_PROCESSES.format(**values))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-        done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         found.append(torch.load(output))
     for name, expected in found[0].items():
