@@ -103,6 +103,24 @@ def test_ready_made_masks_do_not_depend_on_the_configured_attention():
     assert torch.equal(*states)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has its backward pass on GPUs")
+def test_gradients_through_flex_attention_are_those_through_sdpa():
+    rows = [tensor.cuda() for tensor in random_rows(200, 30)]
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 30 * 16, 32).cuda(), torch.randn(2, 200, 64).cuda()
+    direction = torch.randn(int(rows[-1].sum()), 16, 32).cuda()
+    gradients = []
+    for tiled in (False, True):
+        model = tiny_assistant(0, DFlashModel, block_size=16, head_dim=16).cuda()
+        blocks = packed(rows, 16, tiled)
+        options = {"attention_mask": blocks.attention_mask, "position_ids": blocks.position_ids}
+        hidden = model(*inputs, **options).last_hidden_state.unflatten(1, (30, 16))
+        (hidden[rows[-1]] * direction).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+
+
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest tensor that any operation returned."""
 
