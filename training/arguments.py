@@ -2,13 +2,13 @@
 """What a training run is told, beyond what transformers' `TrainingArguments` already says."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
 
 from .objective import Objective
-from .options import option
+from .options import changed, option
 
 
 @dataclass
@@ -73,10 +73,19 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     slot_weights: str = option("decay", "Of the drafter's term: decay, dpace or uniform.")
     beta: float = option(7.0, "Decay of the slots' weights; 7 for blocks of 16, 4 for blocks of 8.")
 
+    license: str | None = option(None, "Licence of the weights, for the model card.")
+    datasets: list[str] | None = option(None, "Hub ids of the data behind the training files, for the model card.")
+
     def __post_init__(self) -> None:
+        # As given: `TrainingArguments` resolves many fields for this machine.
+        self.given = {name: value for name, value in changed(self).items() if name != "hub_token"}
         # Without this, `TrainingArguments` takes bf16 for a wish it cannot grant where there is no accelerator.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled beside the weights and pushed with them, where a token has no place.
+        return self.__dict__ | {"hub_token": None}
 
     @property
     def objective(self) -> Objective:

@@ -18,6 +18,8 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_jsonl
 from .data import BlockDataset, read_examples
+from .options import changed
+from .provenance import Provenance, command_line
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
@@ -120,8 +122,20 @@ def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> lis
     return [encode(tokenizer, chat)["input_ids"] for chat in chats]
 
 
+def provenance(
+    argv: list[str], model_args: ModelArguments, data_args: DataArguments, args: LiLiCorrTrainingArguments
+) -> Provenance:
+    """How this run was started, for its card."""
+    return Provenance(
+        command=command_line(argv, args.hub_token, args.world_size),
+        arguments=changed(model_args) | changed(data_args) | args.given,
+        files=[{"file": file, "rows": len(read_files([file]))} for file in data_args.train_files],
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
-    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    model_args, data_args, args = parse_arguments(argv)
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     examples = read_examples(read_files(data_args.train_files), tokenizer, data_args.max_length)
@@ -133,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=BlockDataset(examples, args.max_anchors, args.seed),
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
+        provenance=provenance(argv, model_args, data_args, args),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

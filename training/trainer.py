@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
@@ -16,6 +16,7 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 from .arguments import LiLiCorrTrainingArguments
 from .data import BlockDataset, collate
 from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
+from .publishing import PublishingTrainer
 
 
 class AnchorEpoch(TrainerCallback):
@@ -25,7 +26,7 @@ class AnchorEpoch(TrainerCallback):
         train_dataloader.dataset.epoch = int(state.epoch or 0)
 
 
-class LiLiCorrTrainer(Trainer):
+class LiLiCorrTrainer(PublishingTrainer):
     """
     `Trainer` for block drafters, with or without a head.
 
@@ -40,7 +41,7 @@ class LiLiCorrTrainer(Trainer):
         train_dataset ([`BlockDataset`]).
         eval_prompts (list of `torch.LongTensor` of shape `[1, n]`): prompts for `generate`.
         eval_max_new_tokens (`int`): tokens generated for each.
-        kwargs: for `Trainer`.
+        kwargs: for [`PublishingTrainer`] and `Trainer`.
     """
 
     args: LiLiCorrTrainingArguments
@@ -149,6 +150,7 @@ class LiLiCorrTrainer(Trainer):
         for name, value in step.metrics.items():
             self._sums[name] += value
         self._sums["blocks"] += batch.keep.sum()
+        self.progress.blocks_here += batch.keep.sum()
         self._steps += 1
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
