@@ -120,8 +120,8 @@ def training_table(config: LiLiCorrConfig, record: dict[str, Any]) -> dict[str, 
     rows = {
         "blocks seen": number(progress["blocks"]),
         "steps": f"{number(progress['steps'])} of {number(record['blocks_per_step'])} blocks at most",
-        "hours": number(progress["hours"], ".2f"),
-        "hardware": record["hardware"],
+        "hours, evaluation included": number(progress["hours"], ".2f"),
+        "hardware": ", then ".join(record["hardware"]),
         "data": "; ".join(data_lines(record["data"])),
         "block size (B)": str(config.block_size),
         "drafter": f"{config.num_hidden_layers} layers, width {config.hidden_size}, {number(parameters['drafter'])} "
@@ -143,7 +143,7 @@ def training_table(config: LiLiCorrConfig, record: dict[str, Any]) -> dict[str, 
 
 def data_lines(data: dict[str, Any]) -> list[str]:
     files = [f"{entry['file']} ({number(entry['rows'])} rows)" for entry in data["files"]]
-    return [*files, f"{number(data['examples'])} examples trained on"]
+    return [*files, f"examples trained on: {number(data['examples'])}"]
 
 
 def acceptance_rows(evaluation: dict[str, Any], bench: dict[str, Any] | None) -> list[list[str]]:

@@ -108,7 +108,7 @@ def commit() -> str | None:
 def hardware(device: torch.device, processes: int = 1) -> str:
     """Name of the accelerator or processor; never the machine's."""
     if device.type != "cuda":
-        return f"{processor()}, {processes * torch.get_num_threads()} threads"
+        return f"{processor()}, threads: {processes * torch.get_num_threads()}"
     name = torch.cuda.get_device_name(device)
     return f"{processes} x {name}" if processes > 1 else name
 

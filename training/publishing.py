@@ -14,20 +14,31 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
-from transformers.utils.hub import PushInProgress, hf_api
+from transformers.utils.hub import hf_api
 
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES
 
 from .arguments import LiLiCorrTrainingArguments
 from .card import CARD, model_card
-from .provenance import RECIPE, RECORD, Provenance, commit, hardware, hub_id, read_record, versions, write_record
+from .provenance import (
+    RECIPE,
+    RECORD,
+    Provenance,
+    commit,
+    hardware,
+    hub_id,
+    read_record,
+    versions,
+    without_folders,
+    write_record,
+)
 
 
 logger = logging.get_logger(__name__)
 
 
 class Progress(TrainerCallback):
-    """Blocks and seconds of training, over all resumptions; `None` if one of them started from no record.
+    """Blocks, seconds and hardware of training, over all resumptions; counts are `None` after one without a record.
 
     Args:
         device (`torch.device`): that counts the blocks, so that no step waits for the count.
@@ -38,13 +49,15 @@ class Progress(TrainerCallback):
         self.blocks: int | None = 0
         self.blocks_before: int | None = 0
         self.seconds: float | None = 0.0
+        self.hardware: list[str] = []
         self._since: float | None = None
 
     def resume(self, checkpoint: Path) -> None:
-        """Goes on from the counts of a checkpoint."""
+        """Goes on from what a checkpoint says."""
         known: dict[str, Any] = {"blocks": None, "hours": None}
         if (checkpoint / RECORD).is_file():
-            known = read_record(checkpoint)["progress"]
+            record = read_record(checkpoint)
+            known, self.hardware = record["progress"], record["hardware"]
         self.blocks_before = known["blocks"]
         self.seconds = None if known["hours"] is None else known["hours"] * 3600
 
@@ -75,8 +88,9 @@ class PushWholeCheckpoint(TrainerCallback):
     def on_push_begin(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_world_process_zero and checkpoint.is_dir():
-            for path in [*checkpoint.glob("*.py"), *(checkpoint / name for name in (CARD, RECORD, RECIPE))]:
-                shutil.copy(path, args.output_dir)
+            for pattern in ("*.py", CARD, RECORD, RECIPE):
+                for path in checkpoint.glob(pattern):
+                    shutil.copy(path, args.output_dir)
 
 
 class PublishingTrainer(Trainer):
@@ -95,7 +109,7 @@ class PublishingTrainer(Trainer):
 
     args: LiLiCorrTrainingArguments
     # `Trainer` sets it with the repository, on the first process alone.
-    push_in_progress: PushInProgress | None = None
+    push_in_progress: Any = None
 
     def __init__(self, args: LiLiCorrTrainingArguments, provenance: Provenance | None = None, **kwargs: Any):
         super().__init__(args=args, **kwargs)
@@ -105,19 +119,30 @@ class PublishingTrainer(Trainer):
         self.add_callback(PushWholeCheckpoint)
         self._commit = commit() if self.is_world_process_zero() else None
 
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    @property
+    def repository(self) -> str:
+        """What the model is called on the Hub, or would be."""
+        return self.hub_model_id or self.args.hub_model_id or self.folder.absolute().name
+
     def record(self) -> dict[str, Any]:
         """Content of `training.json`: where the run came from, what it is, how far it got."""
+        data: Any = self.train_dataset
+        prompts: Any = self.eval_dataset or ()
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         target, counts, processes = model.config.target_name_or_path, parameter_counts(model), args.world_size
         return {
-            "name": self.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name,
-            "target": Path(target).name if target else "its target",
+            "name": self.repository,
+            "target": without_folders(target or "its target"),
             "base_model": hub_id(target),
             "license": args.license,
             "datasets": args.datasets or [],
             "command": self.provenance.command,
             "arguments": self.provenance.arguments,
-            "data": {"files": self.provenance.files, "examples": len(self.train_dataset)},
+            "data": {"files": self.provenance.files, "examples": len(data)},
             "loss": loss_in_words(args, counts),
             "learning_rates": learning_rates(args, counts),
             "blocks_per_step": args.train_batch_size * args.gradient_accumulation_steps * processes * args.max_anchors,
@@ -128,8 +153,8 @@ class PublishingTrainer(Trainer):
                 "blocks": self.progress.blocks,
                 "hours": self.progress.hours,
             },
-            "evaluation": evaluations(self.state.log_history, len(self.eval_dataset or ())),
-            "hardware": hardware(args.device, processes),
+            "evaluation": evaluations(self.state.log_history, len(prompts)),
+            "hardware": list(dict.fromkeys([*self.progress.hardware, hardware(args.device, processes)])),
             "versions": versions(),
             "commit": self._commit,
         }
@@ -147,7 +172,7 @@ class PublishingTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            self.describe(Path(output_dir or self.args.output_dir))
+            self.describe(Path(output_dir or self.folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -166,9 +191,10 @@ class PublishingTrainer(Trainer):
         dataset_args=None,
     ) -> None:
         """Ours instead of `Trainer`'s, in `output_dir`; arguments that are metadata of it go over what `args` say."""
-        given = {"language": language, "license": license, "base_model": finetuned_from, "datasets": dataset}
+        given = {"language": language, "license": license, "tags": tags}
+        given |= {"base_model": finetuned_from, "datasets": dataset}
         if self.is_world_process_zero():
-            self.describe(Path(self.args.output_dir), **{name: value for name, value in given.items() if value})
+            self.describe(self.folder, **{name: value for name, value in given.items() if value})
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository and makes sure that this token may write to it.
@@ -177,20 +203,19 @@ class PublishingTrainer(Trainer):
             `ConnectionError`: if not, with what the Hub said.
         """
         token = token or self.args.hub_token
-        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         try:
             super().init_hf_repo(token, private)
             if self.is_world_process_zero():
                 # Creating a repository that is there succeeds without the right to write to it.
-                hf_api().auth_check(self.hub_model_id, token=token, write=True)
-                hf_api().model_info(self.hub_model_id, revision=self.args.hub_revision, token=token)
+                hf_api().auth_check(self.repository, token=token, write=True)
+                hf_api().model_info(self.repository, revision=self.args.hub_revision, token=token)
         except (HTTPError, OSError) as error:
             advice = "Check `hub_model_id`, `hub_revision` and that the token may write there"
             if token is None and get_token() is None:
                 advice = "There is no token: run `hf auth login`, or set HF_TOKEN to one with write access"
             raise ConnectionError(
-                f"Cannot push to {name} on {constants.ENDPOINT}, so nothing was started. {advice}; or leave "
-                f"`push_to_hub` off and upload `output_dir` later. The Hub said: {error}"
+                f"Cannot push to {self.repository} on {constants.ENDPOINT}, so nothing was started. {advice}; or "
+                f"leave `push_to_hub` off and upload `output_dir` later. The Hub said: {error}"
             ) from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
@@ -203,8 +228,8 @@ class PublishingTrainer(Trainer):
             return super().push_to_hub(*args, **kwargs)
         except HTTPError as error:
             raise ConnectionError(
-                f"The push to {self.hub_model_id} failed, nothing is lost: the model is in {self.args.output_dir}. "
-                f"`hf upload {self.hub_model_id} {self.args.output_dir}` tries again. The Hub said: {error}"
+                f"The push to {self.repository} failed, nothing is lost: the model is in {self.folder}. "
+                f"`hf upload {self.repository} {self.folder}` tries again. The Hub said: {error}"
             ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -221,7 +246,7 @@ class PublishingTrainer(Trainer):
         for job in jobs:
             if job.done() and (error := job.exception()):
                 logger.warning(
-                    f"A push to {self.hub_model_id} failed; training goes on and the next one holds all files. "
+                    f"A push to {self.repository} failed; training goes on and the next one holds all files. "
                     f"The Hub said: {error}"
                 )
 

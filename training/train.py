@@ -19,7 +19,7 @@ from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_jsonl
 from .data import BlockDataset, read_examples
 from .options import changed
-from .provenance import Provenance, command_line
+from .provenance import Provenance, command_line, hub_id
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
@@ -92,7 +92,8 @@ def new_config(args: ModelArguments, target: PreTrainedModel) -> LiLiCorrConfig:
         mask_token_id=args.mask_token_id,
         target_layer_ids=args.target_layer_ids or [],
         num_target_layers=text.num_hidden_layers,
-        target_name_or_path=args.target,
+        # Goes to the Hub with the config, where a folder of this machine means nothing.
+        target_name_or_path=hub_id(args.target) or Path(args.target).name,
         candidate_topk=args.candidate_topk,
         head_hidden_size=args.head_hidden_size,
         head_num_layers=args.head_num_layers,

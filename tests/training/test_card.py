@@ -1,8 +1,12 @@
 """What a run leaves behind: weights, config, code, and papers that say where they came from."""
 
 import json
+import os
+import platform
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,21 @@ def table(card_text):
     return dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card_text, re.MULTILINE))
 
 
+def test_two_processes_count_together(finished, tmp_path):
+    options = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run"), "--beta", "3"]
+    options += ["--per_device_train_batch_size", "2", "--ddp_backend", "gloo", "--eval_strategy", "no"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += ["-m", "lilicorr_hf.training.train", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    whole, split = record(finished / "run"), record(tmp_path / "run")
+    assert (split["progress"]["blocks"], split["progress"]["steps"]) == (whole["progress"]["blocks"], 4)
+    assert split["blocks_per_step"] == whole["blocks_per_step"]
+    assert split["command"].startswith("accelerate launch --num_processes 2 -m lilicorr_hf.training.train")
+
+
 @pytest.mark.parametrize("name", ["checkpoint-2", "checkpoint-4", "."])
 def test_every_saved_folder_is_complete(finished, name):
     folder = finished / "run" / name
@@ -75,8 +94,8 @@ def test_training_table(finished):
     # Two steps of four rows are an epoch.
     assert rows["blocks seen"] == str(2 * supervised_blocks(finished / "answers.jsonl"))
     assert rows["steps"].startswith("4 of ")
-    assert float(rows["hours"]) >= 0 and record(finished / "run")["progress"]["hours"] > 0
-    assert rows["data"] == "answers.jsonl (8 rows); 8 examples trained on"
+    assert float(rows["hours, evaluation included"]) >= 0 and record(finished / "run")["progress"]["hours"] > 0
+    assert rows["data"] == "answers.jsonl (8 rows); examples trained on: 8"
     assert (rows["block size (B)"], rows["candidates per slot (K)"], rows["tapped target layers"]) == ("5", "3", "0")
     assert (rows["learning rate, drafter"], rows["learning rate, head"]) == ("0.0006", "0.00015")
     assert "base objective" in rows["loss"] and "beta 3" in rows["loss"]
@@ -100,10 +119,11 @@ def test_tau_of_the_run(finished):
 
 
 def test_hardware_names_no_host(finished):
-    import platform
-
     assert platform.node() not in (finished / "run" / "training.json").read_text()
-    assert record(finished / "run")["hardware"].endswith("threads")
+    [hardware] = record(finished / "run")["hardware"]
+    assert (
+        hardware.endswith(", threads: 1") and f"| hardware | {hardware} |" in (finished / "run/README.md").read_text()
+    )
 
 
 def test_versions_and_commit(finished):
@@ -141,24 +161,24 @@ def test_recipe_leaves_out_where_things_go(finished, tmp_path):
 
 
 def test_resuming_goes_on_counting(finished, tmp_path):
-    checkpoint, target = finished / "run" / "checkpoint-2", finished / "config.yaml"
-    options = ["--config", str(target), "--beta", "3", "--resume_from_checkpoint", str(checkpoint)]
+    """Also where the first half ran elsewhere."""
+    checkpoint = shutil.copytree(finished / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    provenance.write_record(checkpoint, record(checkpoint) | {"hardware": ["NVIDIA H200"]})
+    options = ["--config", str(finished / "config.yaml"), "--beta", "3", "--resume_from_checkpoint", str(checkpoint)]
     train.main([*options, "--output_dir", str(tmp_path / "resumed")])
     whole, resumed, half = (record(f)["progress"] for f in (finished / "run", tmp_path / "resumed", checkpoint))
     assert (resumed["blocks"], resumed["steps"]) == (whole["blocks"], whole["steps"])
     assert resumed["hours"] > half["hours"]
+    assert "| hardware | NVIDIA H200, then " in (tmp_path / "resumed" / "README.md").read_text()
 
 
 def test_counts_are_not_guessed_after_a_checkpoint_without_record(finished, tmp_path):
-    checkpoint = tmp_path / "checkpoint-2"
-    checkpoint.mkdir()
-    for path in (finished / "run" / "checkpoint-2").iterdir():
-        if path.name != "training.json":
-            (checkpoint / path.name).write_bytes(path.read_bytes())
+    checkpoint = shutil.copytree(finished / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    (checkpoint / "training.json").unlink()
     options = ["--config", str(finished / "config.yaml"), "--resume_from_checkpoint", str(checkpoint)]
     train.main([*options, "--output_dir", str(tmp_path / "resumed")])
     rows = table((tmp_path / "resumed" / "README.md").read_text())
-    assert (rows["blocks seen"], rows["hours"]) == ("not measured", "not measured")
+    assert (rows["blocks seen"], rows["hours, evaluation included"]) == ("not measured", "not measured")
 
 
 def test_first_code_block_runs(finished, model, monkeypatch):
@@ -217,5 +237,5 @@ def test_trainer_built_in_python(model, tmp_path, options, words):
     rows = table(text)
     assert "built in Python" in text and rows["loss"].startswith(words[0])
     assert (rows["learning rate, drafter"], rows["learning rate, head"]) == words[1:]
-    assert rows["blocks seen"] == "0" and rows["data"] == "1 examples trained on"
+    assert rows["blocks seen"] == "0" and rows["data"] == "examples trained on: 1"
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["output_dir"] == "run"

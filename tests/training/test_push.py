@@ -62,7 +62,7 @@ def test_every_save_pushes_a_whole_checkpoint(hub, config, tmp_path):
     for commit in commits:
         for name, content in commit.files.items():
             assert TOKEN.encode() not in content, name
-        for name in ("README.md", "recipe.yaml", "training.json"):
+        for name in ("README.md", "config.json", "recipe.yaml", "training.json"):
             assert str(tmp_path).encode() not in commit.files[name], name
 
     fetched = tmp_path / "fetched"
