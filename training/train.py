@@ -1,6 +1,7 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """`python -m lilicorr_hf.training.train --config x.yaml [--option value ...]`: trains a drafter for a target."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_rows
 from .data import BlockDataset, read_examples, split_held_out
+from .options import changed
 from .packing import pack
+from .provenance import Provenance, command_line, hub_id
 from .trainer import LiLiCorrTrainer
 from .warm_start import start_from_target
 
@@ -93,7 +96,8 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
         mask_token_id=args.mask_token_id,
         target_layer_ids=args.target_layer_ids or [],
         num_target_layers=text.num_hidden_layers,
-        target_name_or_path=args.target,
+        # Goes to the Hub with the config, where a folder of this machine means nothing.
+        target_name_or_path=hub_id(args.target) or Path(args.target).name,
         candidate_topk=args.candidate_topk,
         head_hidden_size=args.head_hidden_size,
         head_num_layers=args.head_num_layers,
@@ -121,13 +125,23 @@ def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def new_trainer(
-    model_args: ModelArguments, data_args: DataArguments, args: LiLiCorrTrainingArguments
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: LiLiCorrTrainingArguments,
+    command: str | None = None,
 ) -> LiLiCorrTrainer:
+    """The trainer of a run.
+
+    Args:
+        model_args ([`ModelArguments`]), data_args ([`DataArguments`]), args ([`LiLiCorrTrainingArguments`]).
+        command (`str`): that started it, for its card.
+    """
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     model = load_model(model_args, target)
-    train_rows = read_files(data_args.train_files)
-    examples = read_examples(train_rows, tokenizer, data_args.max_length, model.config.block_size)
+    train_rows = {file: read_files([file]) for file in data_args.train_files}
+    all_rows = itertools.chain.from_iterable(train_rows.values())
+    examples = read_examples(all_rows, tokenizer, data_args.max_length, model.config.block_size)
     examples, held_out = split_held_out(examples, data_args.held_out)
     if model_args.assistant is None and model_args.warm_start:
         start_from_target(model, target, torch.tensor([examples[0].input_ids]))
@@ -140,12 +154,18 @@ def new_trainer(
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
         held_out=BlockDataset(held_out[: data_args.max_held_out], HELD_OUT_ANCHORS, args.seed) if held_out else None,
+        provenance=Provenance(
+            command=command,
+            arguments=changed(model_args) | changed(data_args) | args.given,
+            files=[{"file": file, "rows": len(found)} for file, found in train_rows.items()],
+        ),
     )
 
 
 def main(argv: list[str] | None = None) -> None:
-    model_args, data_args, args = parse_arguments(sys.argv[1:] if argv is None else argv)
-    trainer = new_trainer(model_args, data_args, args)
+    argv = sys.argv[1:] if argv is None else argv
+    model_args, data_args, args = parse_arguments(argv)
+    trainer = new_trainer(model_args, data_args, args, command_line(argv, args.hub_token, args.world_size))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.close()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
@@ -21,6 +21,7 @@ from .budget import TimeBudget, schedule_over
 from .data import BlockDataset, collate
 from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
 from .packing import PackedExample, check_packing
+from .publishing import PublishingTrainer
 from .stages import StageClock
 from .state_cache import TargetStateCache
 from .vocabulary import Vocabulary
@@ -45,7 +46,7 @@ class OptimizerTime(TrainerCallback):
             self.trainer.shares = self.trainer.clock.shares()
 
 
-class LiLiCorrTrainer(Trainer):
+class LiLiCorrTrainer(PublishingTrainer):
     """
     `Trainer` for block drafters, with or without a head.
 
@@ -62,7 +63,7 @@ class LiLiCorrTrainer(Trainer):
         eval_max_new_tokens (`int`): tokens generated for each.
         held_out ([`BlockDataset`]): rows kept out of training, to see what drafts are worth there with the target's
             own tokens as context: `eval_selected_prefix` and the like.
-        kwargs: for `Trainer`.
+        kwargs: for [`PublishingTrainer`] and `Trainer`.
     """
 
     args: LiLiCorrTrainingArguments
@@ -133,12 +134,12 @@ class LiLiCorrTrainer(Trainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
             kind, warmup = self.args.lr_scheduler_type, self.args.warmup_steps
-            self.lr_scheduler = schedule_over(lambda: self.progress, kind, optimizer, warmup)
+            self.lr_scheduler = schedule_over(lambda: self.elapsed, kind, optimizer, warmup)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     @property
-    def progress(self) -> float:
+    def elapsed(self) -> float:
         """Share of the run that is over, in steps or in time."""
         budgets = [callback for callback in self.callback_handler.callbacks if isinstance(callback, TimeBudget)]
         # Resuming puts a new budget in the place of the old.
@@ -202,7 +203,7 @@ class LiLiCorrTrainer(Trainer):
     def block_size(self) -> int:
         """Of the blocks that this step trains on."""
         whole = self.accelerator.unwrap_model(self.model).config.block_size
-        return whole // 2 if self.progress < self.args.short_blocks else whole
+        return whole // 2 if self.elapsed < self.args.short_blocks else whole
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch = self.training_batch(inputs)
@@ -225,7 +226,7 @@ class LiLiCorrTrainer(Trainer):
                 forward=model,
                 vocabulary=self.vocabulary,
                 block_size=self.block_size,
-                with_head=self.args.train_head and self.progress >= self.args.drafter_first,
+                with_head=self.args.train_head and self.elapsed >= self.args.drafter_first,
                 clock=self.clock,
             )
         self.note(step, batch)
@@ -245,6 +246,7 @@ class LiLiCorrTrainer(Trainer):
         for name, value in step.metrics.items():
             self._sums[name] += value
         self._sums["blocks"] += batch.keep.sum()
+        self.progress.blocks_here += batch.keep.sum()
         self._steps += 1
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
