@@ -82,8 +82,10 @@ def lattice_scores(
         start scores `[*, K]` and pair scores `[*, S - 1, K, K]`.
     """
     anchor_out, out, into = (F.normalize(x.float(), dim=-1, eps=eps) for x in (anchor_out, out, into))
-    start = torch.einsum("...e,...ke->...k", anchor_out, into[..., 0, :, :])
-    pair = out[..., :-1, :, :] @ into[..., 1:, :, :].transpose(-1, -2)
+    # Autocast would round the cosines to bf16, in which scores near 8 are 1/32 apart.
+    with torch.autocast(out.device.type, enabled=False):
+        start = torch.einsum("...e,...ke->...k", anchor_out, into[..., 0, :, :])
+        pair = out[..., :-1, :, :] @ into[..., 1:, :, :].transpose(-1, -2)
     return scale * start, scale * pair
 
 

@@ -7,7 +7,7 @@ from transformers.cache_utils import DFlashCache
 
 from lilicorr_hf import DFlashModel, LiLiCorrConfig, LiLiCorrHead, greedy_walk, sampled_walk, viterbi_path
 from lilicorr_hf.modeling.configuration_lilicorr import capture_layer_ids
-from lilicorr_hf.modeling.lattice_lilicorr import path_score
+from lilicorr_hf.modeling.lattice_lilicorr import lattice_scores, path_score
 from lilicorr_hf.training.blocks import pack_blocks
 
 
@@ -83,6 +83,17 @@ def test_paths_are_exact(head_case, walk, name):
     assert torch.equal(path, head_case.case.expected(f"{name}_indices").flatten(0, 1))
     token_ids = head_case.ids.gather(-1, path.unsqueeze(-1)).squeeze(-1)
     assert torch.equal(token_ids, head_case.case.expected(f"{name}_token_ids").flatten(0, 1))
+
+
+def test_scores_stay_in_fp32_under_autocast():
+    torch.manual_seed(0)
+    vectors = (torch.randn(2, 8), torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8))
+    expected = lattice_scores(*vectors, scale=8.0, eps=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = lattice_scores(*vectors, scale=8.0, eps=1e-4)
+    assert all(
+        ours.dtype == torch.float32 and ours.equal(theirs) for ours, theirs in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["greedy", "viterbi"])
