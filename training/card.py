@@ -67,7 +67,7 @@ The trainer was built in Python: there is no command.
 {{ versions }}
 
 DFlash: [arXiv 2602.06036](https://arxiv.org/abs/2602.06036). LiLiCorr:
-[arXiv 2608.20530](https://arxiv.org/abs/2608.20530). Code: `pip install lilicorr_hf`.
+[arXiv 2608.20530](https://arxiv.org/abs/2608.20530).
 """
 
 
