@@ -69,14 +69,14 @@ class DraftOutput(ModelOutput):
     lattice: Lattice | None = None
 
 
-def attention_implementation(attention_mask: torch.Tensor | BlockMask | None, config: LiLiCorrConfig) -> str:
+def attention_implementation(attention_mask: torch.Tensor | BlockMask | None, configured: str) -> str:
     """The configured one, unless a mask of packed blocks can be applied by one alone: a `BlockMask` by flex attention,
     a boolean mask `[b, 1, q, k]` by SDPA."""
     if isinstance(attention_mask, BlockMask):
         return "flex_attention"
     if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
         return "sdpa"
-    return config._attn_implementation
+    return configured
 
 
 class DFlashAttention(Qwen3Attention):
@@ -111,7 +111,7 @@ class DFlashAttention(Qwen3Attention):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
-        implementation = attention_implementation(attention_mask, self.config)
+        implementation = attention_implementation(attention_mask, self.config._attn_implementation)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(

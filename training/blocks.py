@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
-from transformers.masking_utils import sdpa_mask
 
 
 # Rows and columns of a flex-attention tile.
@@ -53,15 +52,9 @@ class Visibility:
 
     def dense(self) -> torch.Tensor:
         """The rule as a boolean mask `[b, 1, N * B, T + N * B]`."""
-        rows, blocks = self.keep.shape
-        return sdpa_mask(
-            batch_size=rows,
-            q_length=blocks * self.block_size,
-            kv_length=self.num_keys,
-            mask_function=self.rule,
-            allow_is_causal_skip=False,
-            device=self.keep.device,
-        )
+        sizes = (self.keep.shape[0], self.keep.shape[1] * self.block_size, self.num_keys)
+        row, query, key = (torch.arange(size, device=self.keep.device) for size in sizes)
+        return self.rule(row[:, None, None, None], None, query[:, None], key)
 
     def tiled(self) -> BlockMask:
         """The same as tiles for flex attention, found from the ends of the intervals: asking the rule about every pair
