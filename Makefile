@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test quality style import-time clean
+.PHONY: setup generate test browser quality style import-time screenshots clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -15,6 +15,10 @@ generate: setup
 test: setup quality
 	$(BIN)/lilicorr fetch-target smollm2-135m
 	$(BIN)/python -m pytest -q
+
+# Tests of the page drive a real browser and are skipped where there is none. This installs Debian's.
+browser:
+	command -v chromium || { apt-get update -qq && apt-get install -qq -y chromium; }
 
 setup: $(VENV)/.complete
 
@@ -38,6 +42,10 @@ quality: setup
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup
 	$(BIN)/python tests/support/import_time.py
+
+# The README's pictures of the page.
+screenshots: setup browser
+	$(BIN)/python tests/support/screenshots.py docs/images
 
 clean:
 	rm -rf $(VENV) build *.egg-info

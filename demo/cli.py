@@ -43,6 +43,7 @@ def trace(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily.")
     parser.add_argument("--title", help="Of the trace.")
     parser.add_argument("--note", default="", help="Where it comes from, for those it is sent to.")
+    parser.add_argument("--untimed", action="store_true", help="Leave times out, as of a machine that was shared.")
     parser.add_argument("--output", type=Path, help="Where to save the trace as JSON; `lilicorr demo` loads it.")
     args = parser.parse_args(argv)
 
@@ -53,11 +54,11 @@ def trace(argv: list[str] | None = None) -> None:
         answer = Trace.load(args.prompt)
     else:
         answer = answer_trace(args)
-    console = Console()
-    for part in render(answer):
-        console.print(part)
     if args.output is not None:
         answer.save(args.output)
+    console = Console()
+    for part in render(answer, console.width):
+        console.print(part)
 
 
 def answer_trace(args: argparse.Namespace) -> "Trace":
@@ -66,4 +67,6 @@ def answer_trace(args: argparse.Namespace) -> "Trace":
     pair = Models().get(args.target, args.assistant)
     *_, answer = stream_trace(pair, args.prompt, args.temperature, args.max_new_tokens)
     answer.title, answer.note = args.title or answer.title, args.note
+    if args.untimed:
+        answer.without_times()
     return answer

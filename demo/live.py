@@ -31,6 +31,7 @@ from .trace import BlockTrace, Trace
 
 
 WARM_UP_TOKENS = 8
+THREAD_NAME = "lilicorr-generate"
 
 
 @dataclass
@@ -140,7 +141,7 @@ def generate(pair: Pair, inputs: BatchEncoding, assisted: bool = True, **options
         except BaseException as error:  # noqa: B036 - raised again where somebody waits for it
             reports.put(error)
 
-    worker = threading.Thread(target=work, daemon=True)
+    worker = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
     worker.start()
     try:
         while (report := reports.get()) is not None:

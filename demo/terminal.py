@@ -15,6 +15,8 @@ from .trace import BlockTrace, Trace
 
 MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 STYLES = {"accepted": "green", "rejected": "red", "not reached": "dim", "text ends": "dim"}
+# Columns from which the pool's next candidates are listed too, and how many.
+WIDE, OTHERS = 110, 4
 
 
 def visible(text: str) -> str:
@@ -56,8 +58,8 @@ def walk_shares(block: BlockTrace) -> list[list[float]]:
     return shares
 
 
-def render(trace: Trace) -> Iterator[Group | Text]:
-    """Renderables for a rich console: the text, then a table a block."""
+def render(trace: Trace, width: int) -> Iterator[Group | Text]:
+    """Renderables for a rich console of `width` columns: the text, then a table a block."""
     text = Text(trace.opening)
     for number, block in enumerate(trace.blocks):
         text.append(block.text, style="underline cyan" if number % 2 == 0 else "underline yellow")
@@ -67,7 +69,7 @@ def render(trace: Trace) -> Iterator[Group | Text]:
     )
     yield Text(f"\n{len(trace.blocks)} blocks, {tau}", style="bold")
     for number, block in enumerate(trace.blocks, start=1):
-        yield Group(Text(), heading(trace, number, block), block_table(trace, block))
+        yield Group(Text(), heading(trace, number, block), block_table(trace, block, width >= WIDE))
 
 
 def heading(trace: Trace, number: int, block: BlockTrace) -> Text:
@@ -81,22 +83,26 @@ def heading(trace: Trace, number: int, block: BlockTrace) -> Text:
     return Text(f"{line}, then “{bonus}”{times}")
 
 
-def block_table(trace: Trace, block: BlockTrace) -> Table:
-    table = Table("slot", "drafter alone", "walk", "p → LiLiCorr", "outcome", "target", box=box.SIMPLE_HEAD)
-    table.add_column("other candidates", no_wrap=True, overflow="ellipsis", style="dim")
+def block_table(trace: Trace, block: BlockTrace, wide: bool) -> Table:
+    table = Table("slot", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("drafter alone", "walk", "p → LiLiCorr", "outcome"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("target", no_wrap=wide)
+    if wide:
+        table.add_column("other candidates", style="dim")
     shares = walk_shares(block)
     for slot, word in enumerate(outcomes(block.walk_path[: block.drafted], block.target)):
         pool, chosen = block.candidates[slot], block.walk[slot]
         texts = [visible(trace.tokens[token]) for token in pool]
-        table.add_row(
-            str(slot + 1),
+        cells = [
             texts[0],
             Text(texts[chosen], style="bold"),
             confidence(block, slot, chosen, shares),
             Text(word, style=STYLES[word]),
             target_cell(trace, block, slot),
-            Text("  ".join(texts[:chosen] + texts[chosen + 1 :])),
-        )
+            Text("  ".join([*texts[:chosen], *texts[chosen + 1 :]][:OTHERS])),
+        ]
+        table.add_row(str(slot + 1), *cells[: len(table.columns) - 1])
     return table
 
 

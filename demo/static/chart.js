@@ -4,22 +4,23 @@ const LAYERS = ["threshold", "viterbi", "fan", "walk", "focus"];
 
 const geometry = (width, slots, ranks) => {
   const compact = width < 620;
-  const left = compact ? 82 : 112;
-  const cell = compact ? 84 : 98;
+  const left = compact ? 82 : 104;
   const columns = slots + 1;
-  const gap = Math.max(compact ? 34 : 42, Math.min(190, (width - left - 6) / columns - cell));
+  const pitch = Math.max(compact ? 118 : 124, Math.min(288, (width - left - 6) / columns));
+  const cell = compact ? 84 : Math.min(98, pitch - 35);
+  const gap = pitch - cell;
   const height = 36;
-  const pitch = 47;
-  const top = 34;
-  const readings = top + ranks * pitch + 34;
+  const rowPitch = 47;
+  const top = 40;
+  const readings = top + ranks * rowPitch + 34;
   return {
-    left, cell, gap, height, top, readings, readingPitch: 62,
-    width: left + columns * (cell + gap) + 6,
+    left, cell, gap, height, readings, readingPitch: 62,
+    width: left + columns * pitch + 6,
     total: readings + 3 * 62,
-    x: (slot) => (slot < 0 ? 18 : left + gap + slot * (cell + gap)),
-    end: (slot) => (slot < 0 ? left : left + (slot + 1) * (cell + gap)),
-    y: (rank) => top + rank * pitch,
-    middle: (rank) => top + rank * pitch + height / 2,
+    x: (slot) => (slot < 0 ? 18 : left + gap + slot * pitch),
+    end: (slot) => (slot < 0 ? left : left + (slot + 1) * pitch),
+    y: (rank) => top + rank * rowPitch,
+    middle: (rank) => top + rank * rowPitch + height / 2,
     anchorRank: (ranks - 1) / 2,
   };
 };
@@ -30,7 +31,7 @@ const makeChart = (scroller, on) => {
 
   const text = (id) => trace.tokens[id];
   const shown = (id, length) => shorten(visible(text(id)), length);
-  const letters = () => (box.cell < 90 ? 9 : 11);
+  const letters = () => Math.floor((box.cell - 8) / 7.6);
 
   const build = (newTrace, newBlock, width) => {
     [trace, block] = [newTrace, newBlock];
@@ -52,7 +53,7 @@ const makeChart = (scroller, on) => {
 
   const buildHeads = () => {
     block.candidates.forEach((_, slot) => {
-      root.append(svg("text", { class: "head", x: box.x(slot) + box.cell / 2, y: 16 }, "slot " + (slot + 1)));
+      root.append(svg("text", { class: "head", x: box.x(slot) + box.cell / 2, y: 13 }, "slot " + (slot + 1)));
     });
   };
 
@@ -96,14 +97,14 @@ const makeChart = (scroller, on) => {
   const buildPinned = (ranks) => {
     pinned = svg("g", { class: "pinned" });
     pinned.append(svg("rect", { class: "plate", x: 0, y: 0, width: box.left, height: box.total }));
-    pinned.append(svg("text", { class: "head", x: 18 + (box.left - 18) / 2, y: 16 }, "anchor"));
+    pinned.append(svg("text", { class: "head", x: 18 + (box.left - 18) / 2, y: 13 }, "anchor"));
     for (let rank = 0; rank < ranks; rank++) {
       pinned.append(svg("text", { class: "rank", x: 4, y: box.middle(rank) + 3.5 }, rank + 1));
     }
     const anchor = svg("g", { class: "anchor", transform: `translate(18 ${box.y(box.anchorRank)})` });
     anchor.append(
       svg("rect", { class: "frame", width: box.left - 18, height: box.height, rx: 8 }),
-      svg("text", { class: "token", x: (box.left - 18) / 2, y: 22 }, shown(block.anchor, box.cell < 90 ? 7 : 10)),
+      svg("text", { class: "token", x: (box.left - 18) / 2, y: 22 }, shown(block.anchor, Math.floor((box.left - 26) / 7.6))),
     );
     pinned.append(anchor);
     return pinned;

@@ -126,12 +126,12 @@ const drawBlocks = () => {
 };
 
 const drawSpark = (count) => {
-  const width = Math.max(4, Math.min(14, Math.floor(420 / count)));
+  const width = Math.max(2, Math.min(14, Math.min(420, view.clientWidth) / count));
   const most = Math.max(...trace.blocks.map((each) => each.accepted)) + 1;
   spark.setAttribute("width", count * width);
   spark.replaceChildren(...trace.blocks.map((each, i) => {
     const height = (36 * (each.accepted + 1)) / most;
-    const bar = svg("rect", { x: i * width, y: 38 - height, width: width - 1.5, height, rx: 1.5, class: i === current ? "on" : "" });
+    const bar = svg("rect", { x: i * width, y: 38 - height, width: width * 0.86, height, rx: 1.5, class: i === current ? "on" : "" });
     bar.addEventListener("click", () => select(i));
     return bar;
   }));
@@ -187,6 +187,10 @@ const refresh = () => {
     ? "In a cell: upper bar, the drafter's probability; lower bar, LiLiCorr's after the walk so far; ✓ what the text says. " +
       "On a link: cosine of an out and an in vector. Pick any candidate to see the walk from there."
     : "In a cell: the drafter's probability where it was recorded; ✓ what the text says.";
+  if (scored && state.viterbi) {
+    const best = idsOf(block(), viterbi(block())).map((id) => quote(trace, id)).join(" ");
+    legend.append(html("span", { class: "best" }, ` Dashed: ${best}, the path with the greatest sum of scores.`));
+  }
   if (details.open) tablePlace.replaceChildren(buildTable(trace, block(), path));
 };
 

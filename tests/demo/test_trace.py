@@ -228,7 +228,7 @@ def test_terminal_shows_every_block(target):
     trace = Trace.from_recording(recording, Numbers(), title="numbers")
     trace.tokens = {token: text + "\x1b[2J[red]" for token, text in trace.tokens.items()}
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
-    for part in render(trace):
+    for part in render(trace, console.width):
         console.print(part)
     text = console.export_text()
     assert "\x1b" not in text and "⟨U+001B⟩[2J[red]" in text
@@ -237,7 +237,7 @@ def test_terminal_shows_every_block(target):
 
 def test_terminal_of_figure_1():
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
-    for part in render(Trace.load(EXAMPLES / "figure1.json")):
+    for part in render(Trace.load(EXAMPLES / "figure1.json"), console.width):
         console.print(part)
     text = console.export_text()
     assert "The cat meows softly." in text and "3 of 3 accepted" in text
