@@ -27,7 +27,7 @@ from lilicorr_hf.modeling.generation_lilicorr import BlockRecord, record
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
 from lilicorr_hf.pairs import load_assistant, load_target
 
-from .trace import BlockTrace, Trace
+from .trace import BlockTrace, Trace, decoded
 
 
 WARM_UP_TOKENS = 8
@@ -182,7 +182,7 @@ def new_trace(pair: Pair, prompt: str, temperature: float) -> Trace:
 def extend(trace: Trace, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
     trace.seconds = round(progress.seconds, 4)
     if not trace.blocks:
-        trace.opening = tokenizer.decode(progress.token_ids)
+        trace.opening = decoded(tokenizer, progress.token_ids)
     for block in progress.blocks:
         trace.append(BlockTrace.from_record(block), tokenizer)
 
@@ -202,7 +202,7 @@ class Lane:
     def add(self, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> None:
         self.token_ids = progress.token_ids
         done = "".join(text for _, text in self.steps)
-        text = tokenizer.decode(self.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = decoded(tokenizer, self.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
         self.steps.append((round(progress.seconds, 4), text[len(done) :]))
 
     def to_dict(self) -> dict[str, Any]:

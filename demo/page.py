@@ -167,7 +167,7 @@ def build(target: str = PAIRS[0], assistant: str = PAIRS[0]) -> gr.Blocks:
         settings = [prompt, targets, assistants, temperature, max_new_tokens]
         # One model, one generation at a time: the next visitor sees a place in the queue where the notice is.
         queued: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "show_progress_on": notice}
-        running = [
+        running: list[Any] = [
             start.click(handlers.generate, settings, [notice, lattice], api_name="generate", **queued),
             prompt.submit(handlers.generate, settings, [notice, lattice], api_visibility="private", **queued),
             start_race.click(handlers.race, settings, [notice, lanes, lattice], api_name="race", **queued),

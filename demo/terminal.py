@@ -50,8 +50,10 @@ def percent(share: float) -> str:
 
 def walk_shares(block: BlockTrace) -> list[list[float]]:
     """Softmax over each slot's candidates given the walk before it, for the slots the walk reaches."""
+    if block.start_scores is None or block.pair_scores is None:
+        return []
     shares = []
-    for slot in range(len(block.walk) if block.start_scores is not None and block.pair_scores is not None else 0):
+    for slot in range(len(block.walk)):
         scores = block.pair_scores[slot - 1][block.walk[slot - 1]] if slot else block.start_scores
         weights = [math.exp(score - max(scores)) for score in scores]
         shares.append([weight / sum(weights) for weight in weights])
@@ -94,7 +96,7 @@ def block_table(trace: Trace, block: BlockTrace, wide: bool) -> Table:
     for slot, word in enumerate(outcomes(block.walk_path[: block.drafted], block.target)):
         pool, chosen = block.candidates[slot], block.walk[slot]
         texts = [visible(trace.tokens[token]) for token in pool]
-        cells = [
+        cells: list[str | Text] = [
             texts[0],
             Text(texts[chosen], style="bold"),
             confidence(block, slot, chosen, shares),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -168,7 +168,7 @@ class Trace:
         for earlier in self.blocks:
             earlier.target += block.target[: len(earlier.candidates) + 1 - len(earlier.target)]
         if not self.blocks:
-            self.opening = tokenizer.decode([block.anchor])
+            self.opening = decoded(tokenizer, [block.anchor])
         self.blocks.append(block)
         for token in block.token_ids() - self.tokens.keys():
             self.tokens[token] = token_text(tokenizer, token)
@@ -179,7 +179,7 @@ class Trace:
         ids, done = [self.blocks[0].anchor], 0
         for block in [None, *self.blocks]:
             ids += block.target[: block.accepted + 1] if block else []
-            text = tokenizer.decode(ids)
+            text = decoded(tokenizer, ids)
             whole = len(text) if block is self.blocks[-1] else len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
             if block is None:
                 self.opening = text[:whole]
@@ -286,9 +286,14 @@ def rounded(numbers: Any, decimals: int = DECIMALS) -> Any:
     return round(numbers, decimals)
 
 
+def decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
+    # It is a list of texts for a list of lists only.
+    return cast(str, tokenizer.decode(ids))
+
+
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     r"""Text of one token with its leading space; `\xe2\x82` for bytes that are no character on their own."""
-    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    text, piece = decoded(tokenizer, [token]), cast(str, tokenizer.convert_ids_to_tokens(token))
     if "\N{REPLACEMENT CHARACTER}" in text:
         if all(character in BYTE_OF_CHARACTER for character in piece):
             return bytes(BYTE_OF_CHARACTER[character] for character in piece).decode(errors="backslashreplace")

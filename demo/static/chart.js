@@ -6,8 +6,8 @@ const geometry = (width, slots, ranks) => {
   const compact = width < 620;
   const left = compact ? 82 : 104;
   const columns = slots + 1;
-  const pitch = Math.max(compact ? 118 : 124, Math.min(288, (width - left - 6) / columns));
-  const cell = compact ? 84 : Math.min(98, pitch - 35);
+  const pitch = Math.max(compact ? 118 : 116, Math.min(288, (width - left - 6) / columns));
+  const cell = compact ? 84 : Math.min(98, pitch - 34);
   const gap = pitch - cell;
   const height = 36;
   const rowPitch = 47;

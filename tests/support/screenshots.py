@@ -32,7 +32,7 @@ def shoot(browser, url: str, folder: Path) -> None:
 
     phone = open_page(browser, f"{url}?__theme=light&example=smollm2", 360, 740)
     phone.get_by_text("Block 1 of").wait_for()
-    phone.locator("#lattice .walkrow").scroll_into_view_if_needed()
+    phone.locator("#lattice .blocks").evaluate("node => node.scrollIntoView()")
     phone.screenshot(path=folder / "lattice-phone.png")
 
 
