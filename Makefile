@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test quality style import-time peer-training clean
+.PHONY: setup generate test browser quality style import-time screenshots peer-training clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -15,6 +15,10 @@ generate: setup
 test: setup quality
 	$(BIN)/lilicorr fetch-target smollm2-135m
 	$(BIN)/python -m pytest -q
+
+# Tests of the page drive a real browser and are skipped where there is none. This installs Debian's.
+browser:
+	command -v chromium || { apt-get update -qq && apt-get install -qq -y chromium; }
 
 setup: $(VENV)/.complete
 
@@ -45,6 +49,10 @@ peer-training: runs/peer_rows.jsonl
 
 runs/peer_rows.jsonl: tests/peers/prompts.jsonl | setup
 	$(BIN)/lilicorr regenerate --target smollm2-135m --dataset $< --output $@ --max_new_tokens 256
+
+# The README's pictures of the page.
+screenshots: setup browser
+	$(BIN)/python tests/support/screenshots.py docs/images
 
 clean:
 	rm -rf $(VENV) build *.egg-info

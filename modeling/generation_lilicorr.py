@@ -15,13 +15,14 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .lattice_lilicorr import Lattice
 from .target_lilicorr import TargetTables, tapped_states
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .modeling_dflash import DFlashModel
+    from .modeling_dflash import DFlashModel, DraftOutput
 
 # `generate` fills this in when the caller gave no `num_assistant_tokens`.
 NUM_ASSISTANT_TOKENS_NOT_GIVEN = 20
@@ -50,12 +51,23 @@ REFUSED_PROCESSORS = (
 
 @dataclass
 class BlockRecord:
-    """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds."""
+    """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds.
+
+    Args:
+        anchor_id (`int`): the token the block follows; this and the rest with `record(lattice=True)` only.
+        draft_ids (`list[int]`): the `drafted` tokens.
+        verified_ids (`list[int]`): what the target kept of them, then its own token: `accepted + 1`.
+        lattice ([`Lattice`]): of this block, on the CPU; `None` from a draft method that has none.
+    """
 
     drafted: int
     accepted: int
     draft_seconds: float
     verify_seconds: float
+    anchor_id: int | None = None
+    draft_ids: list[int] | None = None
+    verified_ids: list[int] | None = None
+    lattice: Lattice | None = None
 
 
 @dataclass
@@ -65,10 +77,12 @@ class Recording:
     Args:
         calls (`int`): `generate` calls, each with one prefill pass of the target.
         blocks (`list[BlockRecord]`): one per target pass after the prefill.
+        lattice (`bool`): whether blocks keep their candidates and scores too.
     """
 
     calls: int = 0
     blocks: list[BlockRecord] = field(default_factory=list)
+    lattice: bool = False
 
     @property
     def accepted(self) -> list[int]:
@@ -97,8 +111,11 @@ _recording: ContextVar[Recording | None] = ContextVar("lilicorr_recording", defa
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record(lattice: bool = False) -> Iterator[Recording]:
     """Collects statistics of the assisted `generate` calls of this thread (and task) until the block ends.
+
+    Args:
+        lattice (`bool`): keep each block's candidates, scores and verified tokens too, copied to the CPU.
 
     Example:
 
@@ -108,7 +125,7 @@ def record() -> Iterator[Recording]:
     >>> r.tau
     ```
     """
-    recording = Recording()
+    recording = Recording(lattice=lattice)
     token = _recording.set(recording)
     try:
         yield recording
@@ -165,6 +182,7 @@ class BlockCandidateGenerator(CandidateGenerator):
             self.recording.calls += 1
         self._draft_seconds = self._verify_start = 0.0
         self._drafted: int | None = None
+        self._draft_output: DraftOutput | None = None
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -189,6 +207,7 @@ class BlockCandidateGenerator(CandidateGenerator):
         budget = min(self.max_drafted, self.max_length - input_ids.shape[1] - 1)
         if is_first_iteration or budget <= 0:
             self._drafted = None if is_first_iteration else 0
+            self._draft_output = None
             self._draft_seconds, self._verify_start = 0.0, self._now()
             return input_ids, None
         start = self._now()
@@ -211,6 +230,7 @@ class BlockCandidateGenerator(CandidateGenerator):
             attention_mask=self._attention_mask(model_kwargs),
             process=functools.partial(self._process, input_ids) if self.processors else None,
         )
+        self._draft_output = output
         return output.token_ids
 
     def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.Tensor:
@@ -241,7 +261,14 @@ class BlockCandidateGenerator(CandidateGenerator):
         if self.recording is None or self._drafted is None:
             return
         verify_seconds = self._now() - self._verify_start
-        self.recording.blocks.append(BlockRecord(self._drafted, int(num_matches), self._draft_seconds, verify_seconds))
+        block = BlockRecord(self._drafted, int(num_matches), self._draft_seconds, verify_seconds)
+        if self.recording.lattice:
+            block.anchor_id, *block.verified_ids = input_ids[0, -block.accepted - 2 :].tolist()
+            block.draft_ids = []
+            if (draft := self._draft_output) is not None:
+                block.draft_ids = draft.token_ids[0, : self._drafted].tolist()
+                block.lattice = draft.lattice and Lattice(**{name: x.cpu() for name, x in draft.lattice.items()})
+        self.recording.blocks.append(block)
 
     def _now(self) -> float:
         """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""
