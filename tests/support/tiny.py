@@ -1,5 +1,7 @@
 """A tiny target and assistant: random weights, seconds of CPU."""
 
+import random
+
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -71,6 +73,27 @@ class Oracle(LiLiCorrDraftModel):
         first = position_ids[0, -self.config.block_size].item() + 1
         known = self.answer[:, first : first + self.config.num_slots]
         output.token_ids = (known + self.shift) % self.config.vocab_size
+        return output
+
+
+class FaultyOracle(LiLiCorrDraftModel):
+    """Knows the answers of a batch's rows, without padding, and errs at a random slot of most blocks."""
+
+    answers: list[list[int]]
+
+    def draft(self, context_states, anchor_ids, position_ids, cache, tables, **kwargs) -> DraftOutput:
+        output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
+        output.token_ids = output.token_ids.clone()
+        for row, anchor in enumerate(anchor_ids[:, 0].tolist()):
+            at = int(position_ids[row, -self.config.block_size])
+            slot = random.Random(64 * at + anchor).randint(0, self.config.block_size)
+            # Which row this is: the answer that has the anchor at its position.
+            for answer in self.answers:
+                if answer[at : at + 1] == anchor_ids[row].tolist():
+                    known = torch.tensor(answer[at + 1 : at + 1 + output.token_ids.shape[1]], dtype=torch.long)
+                    output.token_ids[row, : len(known)] = known
+            if slot < output.token_ids.shape[1]:
+                output.token_ids[row, slot] = (output.token_ids[row, slot] + 1) % self.config.vocab_size
         return output
 
 
