@@ -20,7 +20,7 @@ from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .cache_lilicorr import check_cache, room, rows_can_be_moved, select_columns, stop_recording_past
-from .generation_lilicorr import PREFIX_PROCESSORS, BlockDrafting, BlockRecord, block_positions
+from .generation_lilicorr import PREFIX_PROCESSORS, BlockDrafting, block_positions
 from .lanes_lilicorr import Lane, Returned, row_processors
 from .target_lilicorr import tapped_states
 
@@ -108,7 +108,7 @@ class RowDrafting(BlockDrafting):
             always (`bool`): draft even if none can be used.
         """
         start = self._verify_start = self._now()
-        self._draft_seconds = 0.0
+        self._draft_seconds, self._draft_output = 0.0, None
         if budget <= 0 and not always:
             return None
         block = self.drafter.config.block_size
@@ -180,11 +180,10 @@ class RowDrafting(BlockDrafting):
         if self.recording is None:
             return
         self.recording.passes += 1
-        rows = sum(len(lane.ids) for lane in lanes)
-        draft_seconds, verify_seconds = self._draft_seconds / rows, (self._now() - self._verify_start) / rows
-        for lane, count in zip(lanes, counts, strict=True):
-            for _ in lane.ids:
-                self.recording.blocks.append(BlockRecord(drafted, count - 1, draft_seconds, verify_seconds))
+        seconds = self._now() - self._verify_start
+        rows = [(ids, count) for lane, count in zip(lanes, counts, strict=True) for ids in lane.ids]
+        for row, (ids, count) in enumerate(rows):
+            self.record_block(ids, row, drafted, count - 1, seconds, len(rows))
 
 
 class BlockDecoder:

@@ -16,6 +16,7 @@ from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
+from .lattice_lilicorr import Lattice
 from .target_lilicorr import TargetTables, tapped_states
 
 
@@ -53,12 +54,23 @@ REFUSED_PROCESSORS = (
 
 @dataclass
 class BlockRecord:
-    """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds."""
+    """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds.
+
+    Args:
+        anchor_id (`int`): the token the block follows; this and the rest with `record(lattice=True)` only.
+        draft_ids (`list[int]`): the `drafted` tokens.
+        verified_ids (`list[int]`): what the target kept of them, then its own token: `accepted + 1`.
+        lattice ([`Lattice`]): of this block, on the CPU; `None` from a draft method that has none.
+    """
 
     drafted: int
     accepted: int
     draft_seconds: float
     verify_seconds: float
+    anchor_id: int | None = None
+    draft_ids: list[int] | None = None
+    verified_ids: list[int] | None = None
+    lattice: Lattice | None = None
 
 
 @dataclass
@@ -69,11 +81,13 @@ class Recording:
         calls (`int`): `generate` calls, each with one prefill pass of the target.
         passes (`int`): passes of the target after the prefill.
         blocks (`list[BlockRecord]`): one for every sequence a pass verified, so one per pass without a batch.
+        lattice (`bool`): whether blocks keep their candidates and scores too.
     """
 
     calls: int = 0
     passes: int = 0
     blocks: list[BlockRecord] = field(default_factory=list)
+    lattice: bool = False
 
     @property
     def accepted(self) -> list[int]:
@@ -102,8 +116,11 @@ _recording: ContextVar[Recording | None] = ContextVar("lilicorr_recording", defa
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record(lattice: bool = False) -> Iterator[Recording]:
     """Collects statistics of the assisted `generate` calls of this thread (and task) until the block ends.
+
+    Args:
+        lattice (`bool`): keep each block's candidates, scores and verified tokens too, copied to the CPU.
 
     Example:
 
@@ -113,7 +130,7 @@ def record() -> Iterator[Recording]:
     >>> r.tau
     ```
     """
-    recording = Recording()
+    recording = Recording(lattice=lattice)
     token = _recording.set(recording)
     try:
         yield recording
@@ -158,6 +175,7 @@ class BlockDrafting:
         if self.recording is not None:
             self.recording.calls += 1
         self._draft_seconds = self._verify_start = 0.0
+        self._draft_output: DraftOutput | None = None
 
     def draft_block(self, **inputs) -> "DraftOutput":
         """[`DFlashModel.draft`] with this call's cache; a draft of scores that are no numbers is the call's last."""
@@ -168,7 +186,28 @@ class BlockDrafting:
                 "its drafts are left out: the text is right, but no faster. Check its weights and dtype."
             )
             self.max_drafted = 0
+        if self.recording is not None and self.recording.lattice:
+            self._draft_output = output
         return output
+
+    def record_block(self, ids, row: int, drafted: int, accepted: int, verify_seconds: float, rows: int = 1) -> None:
+        """Adds the verification of one sequence of `rows` that a pass verified; only while recording.
+
+        Args:
+            ids (`torch.LongTensor` of shape `[n]`): all its tokens so far.
+            row (`int`): its row in the draft.
+            drafted, accepted (`int`): tokens proposed, and kept.
+            verify_seconds (`float`): of the pass, shared by its rows as is the time of the draft.
+        """
+        block = BlockRecord(drafted, accepted, self._draft_seconds / rows, verify_seconds / rows)
+        if self.recording.lattice:
+            block.anchor_id, *block.verified_ids = ids[-accepted - 2 :].tolist()
+            block.draft_ids = []
+            if (draft := self._draft_output) is not None:
+                block.draft_ids = draft.token_ids[row, :drafted].tolist()
+                fields = {} if draft.lattice is None else draft.lattice.items()
+                block.lattice = Lattice(**{name: x[row : row + 1].cpu() for name, x in fields}) if fields else None
+        self.recording.blocks.append(block)
 
     def _now(self) -> float:
         """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""
@@ -235,6 +274,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         budget = min(self.max_drafted, self.max_length - input_ids.shape[1] - 1)
         if is_first_iteration or budget <= 0:
             self._drafted = None if is_first_iteration else 0
+            self._draft_output = None
             self._draft_seconds, self._verify_start = 0.0, self._now()
             return input_ids, None
         start = self._now()
@@ -278,9 +318,8 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         """Called after each verification with the accepted draft tokens; nothing is adapted, only recorded."""
         if self.recording is None or self._drafted is None:
             return
-        verify_seconds = self._now() - self._verify_start
         self.recording.passes += 1
-        self.recording.blocks.append(BlockRecord(self._drafted, int(num_matches), self._draft_seconds, verify_seconds))
+        self.record_block(input_ids[0], 0, self._drafted, int(num_matches), self._now() - self._verify_start)
 
 
 def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter: "DFlashModel") -> torch.Tensor:

@@ -1,0 +1,6 @@
+"""`python -m lilicorr_hf.demo`."""
+
+from .cli import demo
+
+
+demo()
