@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser quality style import-time screenshots peer-training clean
+.PHONY: setup generate test browser exactness quality style import-time screenshots peer-training clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -38,6 +38,11 @@ quality: setup
 	rm -rf build/types && $(BIN)/python -m pip install --quiet --no-deps --target build/types .
 	@! ls build/types | grep -v -e '^bin$$' -e '^lilicorr_hf' || { echo "the wheel owns more than lilicorr_hf"; exit 1; }
 	cd build/types && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lilicorr_hf
+
+# N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
+N ?= 200
+exactness: setup
+	EXACTNESS_CASES=$(N) $(BIN)/python -m pytest -q tests/exactness
 
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup

@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoModel
 from .architectures import Architectures
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.generation_lilicorr import Recording, record
-from .modeling.hook_lilicorr import attach, install_hook, uninstall_hook
+from .modeling.hook_lilicorr import attach, install_hook, stock_loop, uninstall_hook
 from .modeling.lattice_lilicorr import Lattice, greedy_walk, sampled_walk, viterbi_path
 from .targets import fetch_target
 
 
 if TYPE_CHECKING:
+    from .modeling.decoding_lilicorr import block_decoding
     from .modeling.modeling_dflash import DFlashModel, DraftOutput
     from .modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead
     from .pairs import load_pair
@@ -33,6 +34,7 @@ LAZY = {
     "DraftOutput": "modeling.modeling_dflash",
     "LiLiCorrDraftModel": "modeling.modeling_lilicorr",
     "LiLiCorrHead": "modeling.modeling_lilicorr",
+    "block_decoding": "modeling.decoding_lilicorr",
     "load_pair": "pairs",
 }
 
@@ -57,12 +59,14 @@ __all__ = [
     "LiLiCorrHead",
     "Recording",
     "attach",
+    "block_decoding",
     "fetch_target",
     "greedy_walk",
     "install_hook",
     "load_pair",
     "record",
     "sampled_walk",
+    "stock_loop",
     "uninstall_hook",
     "viterbi_path",
 ]

@@ -158,6 +158,38 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    target: Annotated[str, typer.Argument(help="A name `fetch-target` knows, a path or a Hub id.")] = "smollm2-135m",
+    assistant: Annotated[str, typer.Argument(help="A shipped pair's name, a path or a Hub id.")] = "smollm2-135m",
+    max_new_tokens: MaxNewTokens = 64,
+) -> None:
+    """Look for what makes drafts bad without an error: layers, rotations, templates, weights, caches.
+
+    Exits with 1 if it finds a fault.
+    """
+    with complaints():
+        from .doctor import PROMPTS, examine, read_answers
+        from .modeling.configuration_lilicorr import LiLiCorrConfig
+        from .modeling.modeling_dflash import DFlashModel
+        from .modeling.modeling_lilicorr import LiLiCorrDraftModel
+        from .pairs import load_target, resolve_assistant
+
+        folder = resolve_assistant(assistant)
+        model, tokenizer = load_target(target)
+        has_head = "LiLiCorrDraftModel" in (LiLiCorrConfig.from_pretrained(folder).architectures or ())
+        model_class = LiLiCorrDraftModel if has_head else DFlashModel
+        draft_model = model_class.from_pretrained(folder, dtype=model.dtype, device_map=model.device)
+        answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
+        faults = 0
+        for finding in examine(model, tokenizer, draft_model, answers, folder):
+            faults += finding.fault
+            mark = "[red]fault[/red]" if finding.fault else "[green]ok[/green]   "
+            console.print(f"{mark} {finding.check}: {escape(finding.words)}", highlight=False, soft_wrap=True)
+    if faults:
+        raise typer.Exit(1)
+
+
 def add_plugin(command: EntryPoint) -> None:
     """A subcommand of a part of the package that builds on this one: it reads its own options, `--help` included."""
 

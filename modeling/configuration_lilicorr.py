@@ -59,6 +59,8 @@ class LiLiCorrConfig(Qwen3Config):
         factor_dim (`int`): dimension of the in and out vectors, `E`.
         vector_eps (`float`): smallest norm the in and out vectors are divided by.
         logit_scale (`float`): scale of a cosine in the scores, `sigma` in equation 1 of the paper.
+        sampled_walk (`bool`): whether sampling targets get drafts drawn at their temperature, verified against what
+            they were drawn from, instead of the greedy walk. Either way is exact.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -86,6 +88,7 @@ class LiLiCorrConfig(Qwen3Config):
     factor_dim: int = 1024
     vector_eps: float = 1e-4
     logit_scale: float | int = 8.0
+    sampled_walk: bool = False
 
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:

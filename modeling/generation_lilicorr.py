@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import DFlashCache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
 from .lattice_lilicorr import Lattice
 from .target_lilicorr import TargetTables, tapped_states
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .modeling_dflash import DFlashModel, DraftOutput
+
+logger = logging.get_logger(__name__)
 
 # `generate` fills this in when the caller gave no `num_assistant_tokens`.
 NUM_ASSISTANT_TOKENS_NOT_GIVEN = 20
@@ -76,11 +79,13 @@ class Recording:
 
     Args:
         calls (`int`): `generate` calls, each with one prefill pass of the target.
-        blocks (`list[BlockRecord]`): one per target pass after the prefill.
+        passes (`int`): passes of the target after the prefill.
+        blocks (`list[BlockRecord]`): one for every sequence a pass verified, so one per pass without a batch.
         lattice (`bool`): whether blocks keep their candidates and scores too.
     """
 
     calls: int = 0
+    passes: int = 0
     blocks: list[BlockRecord] = field(default_factory=list)
     lattice: bool = False
 
@@ -96,7 +101,7 @@ class Recording:
 
     @property
     def target_passes(self) -> int:
-        return self.calls + len(self.blocks)
+        return self.calls + self.passes
 
     @property
     def draft_seconds(self) -> float:
@@ -133,19 +138,96 @@ def record(lattice: bool = False) -> Iterator[Recording]:
         _recording.reset(token)
 
 
-class BlockCandidateGenerator(CandidateGenerator):
+class BlockDrafting:
     """
-    Drafts for one `generate` call of transformers' assisted decoding loop, and holds all state of that call.
-
-    It returns no logits. The draft is a deterministic function of the prefix, so the loop samples the target and keeps
-    the draft while both agree, which leaves the target's distribution exactly as it is.
+    All state that drafting for one `generate` call has, whichever loop decodes.
 
     Args:
         drafter ([`DFlashModel`]): or a model with a head on top.
         target (`PreTrainedModel`): the model that verifies.
         generation_config (`GenerationConfig`): of this call.
-        input_ids (`torch.LongTensor` of shape `[1, n]`): the prompt.
         logits_processor (`LogitsProcessorList`): of this call.
+
+    Raises:
+        `ValueError`: if the two do not fit, and for processors that no assistant can serve.
+    """
+
+    def __init__(
+        self,
+        drafter: "DFlashModel",
+        target: "PreTrainedModel",
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+    ):
+        drafter.check_target(target)
+        check_processors(logits_processor or ())
+        self.drafter = drafter
+        self.tables = TargetTables(target)
+        self.cache = DFlashCache(config=drafter.config)
+        self.max_length = generation_config.max_length
+        self.max_drafted = drafter.config.num_slots
+        if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
+            self.max_drafted = min(self.max_drafted, generation_config.num_assistant_tokens)
+        # The caller's own request for all states cannot be narrowed down to ours.
+        taps = [i + 1 for i in drafter.config.target_layer_ids]
+        self.model_kwargs_overrides = {"output_hidden_states": bool(generation_config.output_hidden_states) or taps}
+        self.recording = _recording.get()
+        if self.recording is not None:
+            self.recording.calls += 1
+        self._draft_seconds = self._verify_start = 0.0
+        self._draft_output: DraftOutput | None = None
+
+    def draft_block(self, **inputs) -> "DraftOutput":
+        """[`DFlashModel.draft`] with this call's cache; a draft of scores that are no numbers is the call's last."""
+        output = self.drafter.draft(cache=self.cache, tables=self.tables, **inputs)
+        if output.finite is not None and not output.finite.all():
+            logger.warning_once(
+                f"{type(self.drafter).__name__} {self.drafter.name_or_path!r} computes scores that are not finite, so "
+                "its drafts are left out: the text is right, but no faster. Check its weights and dtype."
+            )
+            self.max_drafted = 0
+        if self.recording is not None and self.recording.lattice:
+            self._draft_output = output
+        return output
+
+    def record_block(self, ids, row: int, drafted: int, accepted: int, verify_seconds: float, rows: int = 1) -> None:
+        """Adds the verification of one sequence of `rows` that a pass verified; only while recording.
+
+        Args:
+            ids (`torch.LongTensor` of shape `[n]`): all its tokens so far.
+            row (`int`): its row in the draft.
+            drafted, accepted (`int`): tokens proposed, and kept.
+            verify_seconds (`float`): of the pass, shared by its rows as is the time of the draft.
+        """
+        block = BlockRecord(drafted, accepted, self._draft_seconds / rows, verify_seconds / rows)
+        if self.recording.lattice:
+            block.anchor_id, *block.verified_ids = ids[-accepted - 2 :].tolist()
+            block.draft_ids = []
+            if (draft := self._draft_output) is not None:
+                block.draft_ids = draft.token_ids[row, :drafted].tolist()
+                fields = {} if draft.lattice is None else draft.lattice.items()
+                block.lattice = Lattice(**{name: x[row : row + 1].cpu() for name, x in fields}) if fields else None
+        self.recording.blocks.append(block)
+
+    def _now(self) -> float:
+        """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""
+        if self.recording is None:
+            return 0.0
+        if self.drafter.device.type != "cpu":
+            torch.accelerator.synchronize(self.drafter.device)
+        return time.perf_counter()
+
+
+class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
+    """
+    Drafts for one `generate` call of transformers' assisted decoding loop; see [`stock_loop`].
+
+    It returns no logits. The draft is a deterministic function of the prefix, so the loop samples the target and keeps
+    the draft while both agree, which leaves the target's distribution exactly as it is.
+
+    Args:
+        drafter, target, generation_config, logits_processor: as in [`BlockDrafting`].
+        input_ids (`torch.LongTensor` of shape `[1, n]`): the prompt.
         model_kwargs (`dict`): the target's forward arguments, its cache among them.
 
     Raises:
@@ -164,25 +246,10 @@ class BlockCandidateGenerator(CandidateGenerator):
         model_kwargs: dict[str, Any] | None = None,
         **unused,
     ):
-        drafter.check_target(target)
-        check_call(input_ids, logits_processor or (), model_kwargs or {})
-        self.drafter = drafter
-        self.tables = TargetTables(target)
-        self.cache = DFlashCache(config=drafter.config)
+        check_stock_call(input_ids, model_kwargs or {})
+        super().__init__(drafter, target, generation_config, logits_processor)
         self.processors = LogitsProcessorList(p for p in logits_processor or () if isinstance(p, PREFIX_PROCESSORS))
-        self.max_length = generation_config.max_length
-        self.max_drafted = drafter.config.num_slots
-        if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
-            self.max_drafted = min(self.max_drafted, generation_config.num_assistant_tokens)
-        # The caller's own request for all states cannot be narrowed down to ours.
-        taps = [i + 1 for i in drafter.config.target_layer_ids]
-        self.model_kwargs_overrides = {"output_hidden_states": bool(generation_config.output_hidden_states) or taps}
-        self.recording = _recording.get()
-        if self.recording is not None:
-            self.recording.calls += 1
-        self._draft_seconds = self._verify_start = 0.0
         self._drafted: int | None = None
-        self._draft_output: DraftOutput | None = None
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -212,7 +279,8 @@ class BlockCandidateGenerator(CandidateGenerator):
             return input_ids, None
         start = self._now()
         rows = None if self.cache.get_seq_length() == 0 else n_last_matches + 1
-        draft_ids = self._draft(input_ids, model_kwargs, model_outputs.hidden_states, rows)[:, :budget]
+        draft_ids = self._draft(input_ids, model_kwargs, model_outputs.hidden_states, rows)
+        draft_ids = draft_ids[:, : min(budget, self.max_drafted)]
         self._drafted = draft_ids.shape[1]
         self._verify_start = self._now()
         self._draft_seconds = self._verify_start - start
@@ -221,28 +289,18 @@ class BlockCandidateGenerator(CandidateGenerator):
     def _draft(self, input_ids, model_kwargs, hidden_states, rows: int | None) -> torch.Tensor:
         """The next block, given the target's states of its last pass; only the first `rows` were accepted."""
         context = tapped_states(hidden_states, self.drafter.config.target_layer_ids, rows)
-        output = self.drafter.draft(
+        output = self.draft_block(
             context_states=context,
             anchor_ids=input_ids[:, -1:],
-            position_ids=self._position_ids(model_kwargs, context.shape[1]).to(self.drafter.device),
-            cache=self.cache,
-            tables=self.tables,
+            position_ids=self._position_ids(model_kwargs, context.shape[1]),
             attention_mask=self._attention_mask(model_kwargs),
             process=functools.partial(self._process, input_ids) if self.processors else None,
         )
-        self._draft_output = output
         return output.token_ids
 
     def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.Tensor:
         """Positions `[1, rows + B]` of the new context rows and the block; the target's own where it counts them."""
-        positions = model_kwargs.get("position_ids")
-        if positions is None or positions.ndim != 2:
-            seen = self.cache.get_seq_length()
-            context = torch.arange(seen, seen + rows).unsqueeze(0)
-        else:
-            context = positions[:, -rows - 1 : -1]
-        block = torch.arange(1, self.drafter.config.block_size + 1, device=context.device) + context[:, -1:]
-        return torch.cat([context, block], dim=-1)
+        return block_positions(model_kwargs, rows, self.cache.get_seq_length(), self.drafter)
 
     def _attention_mask(self, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The target's mask without the anchor, which it has not read, and with the block."""
@@ -260,44 +318,52 @@ class BlockCandidateGenerator(CandidateGenerator):
         """Called after each verification with the accepted draft tokens; nothing is adapted, only recorded."""
         if self.recording is None or self._drafted is None:
             return
-        verify_seconds = self._now() - self._verify_start
-        block = BlockRecord(self._drafted, int(num_matches), self._draft_seconds, verify_seconds)
-        if self.recording.lattice:
-            block.anchor_id, *block.verified_ids = input_ids[0, -block.accepted - 2 :].tolist()
-            block.draft_ids = []
-            if (draft := self._draft_output) is not None:
-                block.draft_ids = draft.token_ids[0, : self._drafted].tolist()
-                block.lattice = draft.lattice and Lattice(**{name: x.cpu() for name, x in draft.lattice.items()})
-        self.recording.blocks.append(block)
-
-    def _now(self) -> float:
-        """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""
-        if self.recording is None:
-            return 0.0
-        if self.drafter.device.type != "cpu":
-            torch.accelerator.synchronize(self.drafter.device)
-        return time.perf_counter()
+        self.recording.passes += 1
+        self.record_block(input_ids[0], 0, self._drafted, int(num_matches), self._now() - self._verify_start)
 
 
-def check_call(input_ids: torch.Tensor, logits_processor, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a call that the stock assisted loop would decode differently from plain `generate`."""
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"Assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` "
-            "for each row."
-        )
+def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter: "DFlashModel") -> torch.Tensor:
+    """Positions `[b, rows + B]` of new context rows and the block after them, on the drafter's device.
+
+    Args:
+        model_kwargs (`dict`): the target's, whose `position_ids` are taken where it counts them in one dimension; they
+            reach up to the anchor.
+        rows (`int`): new context rows, which end before the anchor.
+        seen (`int`): rows the drafter's cache holds.
+    """
+    positions = model_kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        context = torch.arange(seen, seen + rows).unsqueeze(0)
+    else:
+        context = positions[:, -rows - 1 : -1]
+    block = torch.arange(1, drafter.config.block_size + 1, device=context.device) + context[:, -1:]
+    return torch.cat([context, block], dim=-1).to(drafter.device)
+
+
+def check_processors(logits_processor) -> None:
+    """Raises `ValueError`, by name, for processors that work against any assistant."""
     for processor in logits_processor:
         if isinstance(processor, REFUSED_PROCESSORS):
             raise ValueError(
                 f"{type(processor).__name__} keeps state from token to token and cannot be checked a block at a time. "
                 "Call `generate` without `assistant_model`, or without this processor."
             )
+
+
+def check_stock_call(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a call that transformers' loop would decode differently from plain `generate`."""
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"transformers' assisted loop takes one sequence at a time, got a batch of {input_ids.shape[0]}. "
+            "`generate(..., custom_generate=lilicorr_hf.block_decoding(assistant))` decodes batches."
+        )
     cache = model_kwargs.get("cache")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            f"The given cache already holds {cache.get_seq_length()} positions, whose hidden states the drafter never "
-            "saw. Pass the whole prompt with an empty cache."
+            f"transformers' assisted loop cannot go on from a cache, and the given one already holds "
+            f"{cache.get_seq_length()} positions. Pass an empty one, or "
+            "`custom_generate=lilicorr_hf.block_decoding(assistant)`."
         )
 
 
-__all__ = ["BlockCandidateGenerator", "BlockRecord", "Recording", "record"]
+__all__ = ["BlockCandidateGenerator", "BlockDrafting", "BlockRecord", "Recording", "record"]

@@ -1,14 +1,17 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""The one wrap around transformers, by which `generate(assistant_model=...)` finds a block drafter's generator."""
+"""The one wrap around transformers, by which `generate(assistant_model=...)` finds a block drafter's decoding loop."""
 
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 
@@ -20,6 +23,44 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 TESTED_TRANSFORMERS = "5.24"
+
+_stock_loop: ContextVar[bool] = ContextVar("lilicorr_stock_loop", default=False)
+
+
+@contextmanager
+def stock_loop() -> Iterator[None]:
+    """Inside it, `generate(assistant_model=...)` of this thread (and task) runs a block drafter in transformers' own
+    assisted loop, which takes one sequence, starts from an empty cache, looks at stopping criteria once a block and
+    calls processors past the first rejected token. For comparison with [`BlockDecoder`], the loop that runs otherwise.
+    """
+    token = _stock_loop.set(True)
+    try:
+        yield
+    finally:
+        _stock_loop.reset(token)
+
+
+def hook_decoding(original: Callable) -> Callable:
+    """`_assisted_decoding` that hands the call to the assistant's own loop."""
+
+    @functools.wraps(original)
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not runs_own_loop(self, assistant, kwargs["generation_config"]):
+            return original(self, input_ids, *args, **kwargs)
+        for name in ("assistant_model", "assistant_tokenizer", "inputs_tensor", "tokenizer"):
+            kwargs.pop(name, None)
+        return assistant.decode_blocks(self, input_ids, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def runs_own_loop(target: Any, assistant: Any, generation_config: Any) -> bool:
+    """Whether a call is decoded by the assistant's own loop; by method, not by class, for the Hub's copies of it."""
+    able = (
+        callable(getattr(assistant, "decode_blocks", None)) and hooked(type(target), "_assisted_decoding") is not None
+    )
+    return able and generation_config.speculation_type is None and not _stock_loop.get()
 
 
 def hook_candidate_generator(original: Callable) -> Callable:
@@ -50,6 +91,12 @@ def hook_validation(original: Callable) -> Callable:
         assistant = generation_mode_kwargs.get("assistant_model")
         if drafts_blocks(assistant):
             assistant.check_target(self)
+            if runs_own_loop(self, assistant, generation_config) and not self._is_stateful:
+                # Our loop decodes like plain generation, so nothing else is refused than there.
+                generation_mode = (
+                    GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+                )
+                generation_mode_kwargs = generation_mode_kwargs | {"assistant_model": None}
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode
@@ -60,8 +107,22 @@ def drafts_blocks(assistant: Any) -> bool:
     return callable(getattr(assistant, "get_candidate_generator", None))
 
 
-WRAPPERS = {"_get_candidate_generator": hook_candidate_generator, "_validate_generation_mode": hook_validation}
+INSTANCE_WRAPPERS = {
+    "_get_candidate_generator": hook_candidate_generator,
+    "_validate_generation_mode": hook_validation,
+}
+# `generate` looks the loop up on the class.
+WRAPPERS = {"_assisted_decoding": hook_decoding} | INSTANCE_WRAPPERS
 EXPECTED_PARAMETERS = {
+    "_assisted_decoding": {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+        "assistant_model",
+    },
     "_get_candidate_generator": {
         "generation_config",
         "input_ids",
@@ -74,7 +135,7 @@ EXPECTED_PARAMETERS = {
 
 
 def check_hook_points(owner: Any) -> None:
-    """Raises if this transformers does not have the two private methods the hook wraps."""
+    """Raises if this transformers does not have the private methods the hook wraps."""
     for name, expected in EXPECTED_PARAMETERS.items():
         method = getattr(owner, name, None)
         if method is None or not expected <= set(inspect.signature(method).parameters):
@@ -97,9 +158,9 @@ def wrap(owner: Any, name: str) -> Callable:
 
 
 def install_hook() -> None:
-    """Makes `generate(assistant_model=...)` of every model use a block drafter's own candidate generator.
+    """Makes `generate(assistant_model=...)` of every model use a block drafter's own decoding loop.
 
-    Importing the package calls it. It wraps two private methods of `GenerationMixin`, once however often and from
+    Importing the package calls it. It wraps three private methods of `GenerationMixin`, once however often and from
     however many copies of this file it is called; every other assistant goes the way it always went.
 
     Raises:
@@ -132,7 +193,7 @@ class Attachment:
         self.target = target
 
     def detach(self) -> None:
-        for name in WRAPPERS:
+        for name in INSTANCE_WRAPPERS:
             self.target.__dict__.pop(name, None)
 
     def __enter__(self) -> "Attachment":
@@ -143,7 +204,8 @@ class Attachment:
 
 
 def attach(target: "PreTrainedModel", assistant: "DFlashModel") -> Attachment:
-    """Makes `generate(assistant_model=...)` of this one target use block drafters, without the global hook.
+    """Makes `generate(assistant_model=...)` of this one target use block drafters, without the global hook, in
+    transformers' own assisted loop; see [`stock_loop`] for what that cannot do and [`block_decoding`] for what can.
 
     Args:
         target (`PreTrainedModel`): the instance to wrap.
@@ -154,10 +216,10 @@ def attach(target: "PreTrainedModel", assistant: "DFlashModel") -> Attachment:
     """
     assistant.check_target(target)
     check_hook_points(type(target))
-    for name in WRAPPERS:
+    for name in INSTANCE_WRAPPERS:
         if hooked(target, name) is None:
             target.__dict__[name] = types.MethodType(wrap(type(target), name), target)
     return Attachment(target)
 
 
-__all__ = ["Attachment", "attach", "install_hook", "uninstall_hook"]
+__all__ = ["Attachment", "attach", "install_hook", "stock_loop", "uninstall_hook"]

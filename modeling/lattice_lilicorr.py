@@ -115,30 +115,45 @@ def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.
     return torch.stack(walk, dim=-1)
 
 
-def processed_walk(lattice: Lattice, logits: torch.Tensor, process: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The greedy walk under logits processors: a candidate's score moves by what they do to its logit, so that a
-    penalty counts and a forbidden candidate is never taken. The walk ends before a slot that has no candidate left.
+def processed_walk(
+    lattice: Lattice,
+    logits: torch.Tensor,
+    process: Callable[..., torch.Tensor],
+    uniforms: torch.Tensor | None = None,
+    temperature: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The walk under logits processors: a candidate's score moves by what they do to its logit, so that a penalty
+    counts and a forbidden candidate is never taken. It ends before a slot that leaves any row no candidate.
 
     Args:
-        lattice ([`Lattice`]): of one sequence, batch dimension included.
-        logits (`torch.Tensor` of shape `[1, S, V]`): the drafter's.
-        process (`Callable`): from ids drafted so far `[1, s]` and a slot's logits `[1, V]` to processed logits.
+        lattice ([`Lattice`]): of `b` sequences.
+        logits (`torch.Tensor` of shape `[b, S, V]`): the drafter's.
+        process (`Callable`): from ids drafted so far `[b, s]` and a slot's logits `[b, V]` to processed logits.
+        uniforms (`torch.Tensor` of shape `[b, S]`), temperature (`float`): as in [`sampled_walk`]; without them the
+            walk is greedy.
 
     Returns:
-        `torch.LongTensor` of shape `[1, n]`, `n <= S`: candidate indices.
+        candidate indices `[b, n]`, `n <= S`, and the probabilities `[b, n, K]` they were drawn from, if they were.
     """
     walk: list[torch.Tensor] = []
+    proposal: list[torch.Tensor] = []
     drafted = lattice.candidate_ids[:, :0, 0]
     for s, candidates in enumerate(lattice.candidate_ids.unbind(dim=-2)):
         scores = conditional_scores(lattice.pair_scores[:, s - 1], walk[-1]) if s else lattice.start_scores
         before = logits[:, s].float()
         shift = process(drafted, before.clone()) - before
         scores = scores + shift.gather(-1, candidates)
-        if scores.isneginf().all():
+        if scores.isneginf().all(dim=-1).any():
             break
-        walk.append(scores.argmax(dim=-1))
+        if uniforms is None or temperature is None:
+            walk.append(scores.argmax(dim=-1))
+        else:
+            index, probs = draw_candidate(scores, uniforms[:, s], temperature)
+            walk.append(index)
+            proposal.append(probs)
         drafted = torch.cat([drafted, candidates.gather(-1, walk[-1].unsqueeze(-1))], dim=-1)
-    return torch.stack(walk, dim=-1) if walk else drafted
+    path = torch.stack(walk, dim=-1) if walk else drafted
+    return path, torch.stack(proposal, dim=-2) if proposal else None
 
 
 def viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
@@ -170,20 +185,24 @@ def sampled_walk(
     Returns:
         candidate indices `[*, S]` and proposal probabilities `[*, S, K]`.
     """
-    temperature = torch.as_tensor(temperature, dtype=start_scores.dtype, device=start_scores.device).unsqueeze(-1)
-    k = start_scores.shape[-1]
-
-    def draw(scores, uniform):
-        probs = (scores / temperature).softmax(dim=-1)
-        return (probs.cumsum(dim=-1) <= uniform.unsqueeze(-1)).sum(dim=-1).clamp(max=k - 1), probs
-
-    index, probs = draw(start_scores, uniforms[..., 0])
+    index, probs = draw_candidate(start_scores, uniforms[..., 0], temperature)
     walk, proposal = [index], [probs]
     for s, pair in enumerate(pair_scores.unbind(dim=-3), start=1):
-        index, probs = draw(conditional_scores(pair, walk[-1]), uniforms[..., s])
+        index, probs = draw_candidate(conditional_scores(pair, walk[-1]), uniforms[..., s], temperature)
         walk.append(index)
         proposal.append(probs)
     return torch.stack(walk, dim=-1), torch.stack(proposal, dim=-2)
+
+
+def draw_candidate(
+    scores: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One slot of [`sampled_walk`]: the index `[*]` drawn from scores `[*, K]`, and the probabilities `[*, K]`."""
+    temperature = torch.as_tensor(temperature, dtype=scores.dtype, device=scores.device).unsqueeze(-1)
+    probs = (scores / temperature).softmax(dim=-1)
+    # Rounding may leave the sum below a uniform; the last candidate that can be drawn takes the rest.
+    last = scores.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
+    return torch.minimum((probs.cumsum(dim=-1) <= uniform.unsqueeze(-1)).sum(dim=-1), last), probs
 
 
 def path_score(start_scores: torch.Tensor, pair_scores: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
@@ -199,6 +218,7 @@ __all__ = [
     "candidate_features",
     "candidate_pool",
     "conditional_scores",
+    "draw_candidate",
     "greedy_walk",
     "lattice_scores",
     "path_score",

@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import ModelOutput
 
 from .configuration_lilicorr import LiLiCorrConfig
+from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook
 from .lattice_lilicorr import Lattice
@@ -61,12 +62,14 @@ class DraftOutput(ModelOutput):
         proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft
             is a deterministic function of the prefix, in other words a point mass.
         lattice ([`Lattice`]): the candidates and scores the draft was chosen from, of methods that have them.
+        finite (`torch.BoolTensor` of shape `[b]`): whether all scores of a row were finite; else the weights are bad.
     """
 
     token_ids: torch.Tensor
     parents: torch.Tensor | None = None
     proposal_logits: torch.Tensor | None = None
     lattice: Lattice | None = None
+    finite: torch.Tensor | None = None
 
 
 def attention_implementation(attention_mask: torch.Tensor | BlockMask | None, configured: str) -> str:
@@ -244,6 +247,7 @@ class DFlashModel(DFlashPreTrainedModel):
         tables: TargetTables,
         attention_mask: torch.Tensor | None = None,
         process: Callable[..., torch.Tensor] | None = None,
+        temperature: float | None = None,
     ) -> DraftOutput:
         """Proposes one block; the cache takes the context rows and gives up the block's own.
 
@@ -255,7 +259,8 @@ class DFlashModel(DFlashPreTrainedModel):
             tables ([`TargetTables`]): embedding and output head of the target.
             attention_mask (`torch.Tensor` of shape `[b, cached + c + B]`): 0 at padding.
             process (`Callable`): logits processors along the draft, from ids drafted so far `[b, s]` and the logits
-                `[b, V]` of slot `s` to processed logits; batch 1.
+                `[b, V]` of slot `s` to processed logits. The draft ends where they leave any row nothing to choose.
+            temperature (`float`): draw the draft at this temperature, where the method can; `None` for its best draft.
         """
         block_size = self.config.block_size
         masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.mask_token_id)
@@ -271,7 +276,7 @@ class DFlashModel(DFlashPreTrainedModel):
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
         logits = tables.logits(output.last_hidden_state)[:, 1:]
-        return self.choose(logits, output, tables, process)
+        return self.choose(logits, output, tables, process, temperature)
 
     def choose(
         self,
@@ -279,25 +284,32 @@ class DFlashModel(DFlashPreTrainedModel):
         output: DFlashOutput,
         tables: TargetTables,
         process: Callable[..., torch.Tensor] | None = None,
+        temperature: float | None = None,
     ) -> DraftOutput:
-        """Commits a token to each slot given the slots' logits `[b, S, V]`: here its most probable one."""
+        """Commits a token to each slot given the slots' logits `[b, S, V]`: here its most probable one, always."""
+        best = logits.max(dim=-1)
+        finite = best.values.isfinite().all(dim=-1)
         if process is None:
-            return DraftOutput(token_ids=logits.argmax(dim=-1))
+            return DraftOutput(token_ids=best.indices, finite=finite)
         drafted = logits.new_empty((logits.shape[0], 0), dtype=torch.long)
         for slot_logits in logits.float().unbind(dim=1):
             processed = process(drafted, slot_logits)
-            if processed.isneginf().all():
+            if processed.isneginf().all(dim=-1).any():
                 break
             drafted = torch.cat([drafted, processed.argmax(dim=-1, keepdim=True)], dim=-1)
-        return DraftOutput(token_ids=drafted)
+        return DraftOutput(token_ids=drafted, finite=finite)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` before any compute if this drafter cannot draft for `target`; see [`check_target`]."""
         check_target(self.config, target)
 
     def get_candidate_generator(self, target: PreTrainedModel, **kwargs) -> BlockCandidateGenerator:
-        """The [`BlockCandidateGenerator`] of one `target.generate` call; the generation hook asks for it."""
+        """The [`BlockCandidateGenerator`] of one `generate` call in transformers' own loop; the hook asks for it."""
         return BlockCandidateGenerator(self, target, **kwargs)
+
+    def decode_blocks(self, target: PreTrainedModel, input_ids: torch.Tensor, **kwargs):
+        """The decoding loop of one `target.generate` call, see [`BlockDecoder`]; the generation hook calls it."""
+        return BlockDecoder(self, target, input_ids, **kwargs).decode()
 
 
 install_hook()

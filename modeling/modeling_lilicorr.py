@@ -19,6 +19,7 @@ from .lattice_lilicorr import (
     greedy_walk,
     lattice_scores,
     processed_walk,
+    sampled_walk,
 )
 from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
 from .target_lilicorr import TargetTables
@@ -196,17 +197,30 @@ class LiLiCorrDraftModel(DFlashModel):
             for table in tables:
                 init.zeros_(table)
 
-    def choose(self, logits, output, tables, process=None) -> DraftOutput:
-        """Commits the greedy walk through the lattice of the slots' best candidates (section 3.5 of the paper)."""
+    def choose(self, logits, output, tables, process=None, temperature=None) -> DraftOutput:
+        """Commits the greedy walk through the lattice of the slots' best candidates (section 3.5 of the paper).
+
+        At a temperature it draws the walk instead, and states what it was drawn from.
+        """
         lattice = self.score(logits, output, tables)
-        if process is None:
-            walk = greedy_walk(lattice.start_scores, lattice.pair_scores)
+        start, pair = lattice.start_scores, lattice.pair_scores
+        finite = start.isfinite().all(dim=-1) & pair.isfinite().flatten(1).all(dim=-1)
+        uniforms = None if temperature is None else torch.rand(lattice.candidate_ids.shape[:-1], device=start.device)
+        probs = None
+        if process is not None:
+            walk, probs = processed_walk(lattice, logits, process, uniforms, temperature)
+        elif temperature is not None:
+            walk, probs = sampled_walk(start, pair, uniforms, temperature)
         else:
-            walk = processed_walk(lattice, logits, process)
+            walk = greedy_walk(start, pair)
         lattice.walk = walk
         candidates = lattice.candidate_ids[:, : walk.shape[-1]]
         token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
-        return DraftOutput(token_ids=token_ids, lattice=lattice)
+        proposal = None
+        if probs is not None:
+            nothing = probs.new_full((*token_ids.shape, logits.shape[-1]), -torch.inf)
+            proposal = nothing.scatter(-1, candidates, probs.log())
+        return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
 
     def score(self, logits: torch.Tensor, output: DFlashOutput, tables: TargetTables) -> Lattice:
         """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""

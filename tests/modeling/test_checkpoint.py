@@ -282,9 +282,12 @@ def test_target_stays_out_of_the_assistant(model, folder):
 def test_saved_folder_carries_its_code(folder):
     names = {path.name for path in folder.glob("*.py")}
     assert names == {
+        "cache_lilicorr.py",
         "configuration_lilicorr.py",
+        "decoding_lilicorr.py",
         "generation_lilicorr.py",
         "hook_lilicorr.py",
+        "lanes_lilicorr.py",
         "lattice_lilicorr.py",
         "modeling_dflash.py",
         "modeling_lilicorr.py",

@@ -1,5 +1,6 @@
 """Assisted `generate` equals plain `generate`, whatever the draft is worth, and says clearly what it cannot do."""
 
+import contextlib
 import random
 import threading
 
@@ -47,6 +48,16 @@ def greedy(model, prompt, **kwargs):
     return model.generate(prompt, do_sample=False, **kwargs)
 
 
+LOOPS = {"own": contextlib.nullcontext, "stock": lilicorr_hf.stock_loop}
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    """Runs a test in our loop and in transformers'."""
+    with LOOPS[request.param]():
+        yield request.param
+
+
 def assert_same(model, draft_model, prompt, **kwargs):
     """Greedy ids with the assistant equal those without; returns the recording."""
     plain = greedy(model, prompt, **kwargs)
@@ -59,11 +70,11 @@ def assert_same(model, draft_model, prompt, **kwargs):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_random_prompts_lengths_and_ends(target, drafter):
-    """25 random cases for each of three targets and four drafters."""
-    rng = random.Random(f"{target.config.model_type} {drafter}")
+def test_random_prompts_lengths_and_ends(loop, target, drafter):
+    """8 random cases for each of two loops, three targets and four drafters."""
+    rng = random.Random(f"{loop} {target.config.model_type} {drafter}")
     draft_model = tiny_assistant(1, DRAFTERS[drafter])
-    for case in range(25):
+    for case in range(8):
         prompt = prompt_of(rng.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 40]), seed=case)
         length = rng.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 30])
         answer = greedy(target, prompt, max_new_tokens=length)[0, prompt.shape[1] :].tolist()
@@ -72,7 +83,7 @@ def test_random_prompts_lengths_and_ends(target, drafter):
         assert_same(target, draft_model, prompt, max_new_tokens=length, eos_token_id=eos)
 
 
-def test_oracle_is_accepted_whole_and_anti_oracle_never(target):
+def test_oracle_is_accepted_whole_and_anti_oracle_never(loop, target):
     prompt = prompt_of(7)
     recording = assert_same(target, tiny_assistant(0, Oracle), prompt, max_new_tokens=1 + 4 * BLOCK)
     assert recording.accepted == [BLOCK - 1] * 4 and recording.tau == BLOCK
@@ -92,7 +103,7 @@ def test_draft_never_exceeds_the_length_budget(llama):
 
 
 @pytest.mark.parametrize("given, drafted", [(None, BLOCK - 1), (20, BLOCK - 1), (2, 2), (50, BLOCK - 1)])
-def test_num_assistant_tokens_shortens_the_draft(llama, given, drafted):
+def test_num_assistant_tokens_shortens_the_draft(loop, llama, given, drafted):
     kwargs = {} if given is None else {"num_assistant_tokens": given}
     recording = assert_same(llama, tiny_assistant(0, Oracle), prompt_of(3), max_new_tokens=12, **kwargs)
     assert recording.blocks[0].drafted == drafted
@@ -130,14 +141,14 @@ class LegalPrefixOnly:
 
 
 @pytest.mark.parametrize("drafter", ["random", "argmax"])
-def test_constraint_never_sees_an_illegal_prefix(llama, drafter):
+def test_constraint_never_sees_an_illegal_prefix(loop, llama, drafter):
     allow = LegalPrefixOnly(4).allow
     assert_same(
         llama, tiny_assistant(0, DRAFTERS[drafter]), prompt_of(4), max_new_tokens=20, prefix_allowed_tokens_fn=allow
     )
 
 
-def test_stateful_processor_is_not_asked_about_drafts(llama, assistant):
+def test_stock_loop_never_asks_a_stateful_processor_about_drafts_before_the_target_read_them(llama, assistant):
     class Counting(LogitsProcessor):
         prefixes: list = []
 
@@ -146,7 +157,7 @@ def test_stateful_processor_is_not_asked_about_drafts(llama, assistant):
             return scores
 
     processor = Counting()
-    with lilicorr_hf.record() as recording:
+    with lilicorr_hf.record() as recording, lilicorr_hf.stock_loop():
         greedy(
             llama,
             prompt_of(4),
@@ -170,40 +181,12 @@ def test_sampling_returns_no_logits_so_the_target_decides(llama, assistant):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lilicorr_hf.modeling.generation_lilicorr.BlockCandidateGenerator, "get_candidates", spy)
-        llama.generate(prompt, do_sample=True, max_new_tokens=20, assistant_model=assistant)
+        with lilicorr_hf.stock_loop():
+            llama.generate(prompt, do_sample=True, max_new_tokens=20, assistant_model=assistant)
     assert seen and all(logits is None for logits in seen)
 
 
-@pytest.mark.parametrize("drafter", ["oracle", "random"])
-def test_sampled_tokens_keep_the_target_distribution(drafter):
-    """Second and third of three tokens out of 8: 1,000 runs with the assistant against 4,000 without, chi-square."""
-    model = tiny_target("llama", vocab_size=8, initializer_range=0.3, bos_token_id=0)
-    draft_model = tiny_assistant(0, DRAFTERS[drafter], vocab_size=8, mask_token_id=7, block_size=3)
-    prompt, runs = torch.tensor([[3, 1]]), 1000
-    draft_model.answer = torch.tensor([[3, 1, 2, 5, 6, 1]])
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 4, "max_new_tokens": 3, "pad_token_id": 0}
-    counts = {}
-    for name in ("plain", "assisted"):
-        torch.manual_seed(0)
-        helper = draft_model if name == "assisted" else None
-        if helper is None:
-            tokens = model.generate(prompt.repeat(4 * runs, 1), **options)
-        else:
-            tokens = torch.cat([model.generate(prompt, assistant_model=helper, **options) for _ in range(runs)])
-        pairs = tokens[:, 3] * 8 + tokens[:, 4]
-        counts[name] = torch.bincount(pairs, minlength=64).double()
-    expected = counts["plain"] / counts["plain"].sum()
-    often = expected * runs >= 5
-    observed = torch.cat([counts["assisted"][often], counts["assisted"][~often].sum()[None]])
-    wanted = torch.cat([expected[often], expected[~often].sum()[None]]) * runs
-    keep = wanted > 0
-    chi2 = ((observed - wanted)[keep] ** 2 / wanted[keep]).sum().item()
-    freedom = int(keep.sum()) - 1
-    # The estimated expectation adds a quarter of the variance; 5 standard deviations above the mean.
-    assert chi2 < 1.25 * (freedom + 5 * (2 * freedom) ** 0.5), f"chi-square {chi2:.1f} at {freedom} degrees of freedom"
-
-
-def test_left_padding_changes_nothing(llama, assistant):
+def test_left_padding_changes_nothing(loop, llama, assistant):
     prompt = prompt_of(6)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt], dim=1)
     mask = (torch.arange(10) >= 4).long().unsqueeze(0)
@@ -215,7 +198,7 @@ def test_left_padding_changes_nothing(llama, assistant):
     assert recording.accepted == plain.accepted
 
 
-def test_inputs_embeds(llama, assistant):
+def test_inputs_embeds(loop, llama, assistant):
     embeds = llama.get_input_embeddings()(prompt_of(6))
     plain = llama.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=20)
     assisted = llama.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=20, assistant_model=assistant)
@@ -364,19 +347,19 @@ def test_mask_token_beyond_the_embedding_table_is_refused(assistant):
         greedy(model, prompt_of(3), max_new_tokens=4, assistant_model=assistant)
 
 
-def test_batch_is_refused_before_compute(llama, assistant):
+def test_stock_loop_refuses_a_batch_before_compute(llama, assistant):
     calls = []
     handle = llama.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match="batch of 2"):
+    with lilicorr_hf.stock_loop(), pytest.raises(ValueError, match="batch of 2"):
         greedy(llama, prompt_of(3).repeat(2, 1), max_new_tokens=4, assistant_model=assistant)
     handle.remove()
     assert not calls
 
 
-def test_prefilled_cache_is_refused(llama, assistant):
+def test_stock_loop_refuses_a_prefilled_cache(llama, assistant):
     cache = DynamicCache(config=llama.config)
     llama(prompt_of(4), cache=cache)
-    with pytest.raises(ValueError, match="already holds 4 positions"):
+    with lilicorr_hf.stock_loop(), pytest.raises(ValueError, match="already holds 4 positions"):
         greedy(llama, prompt_of(6), max_new_tokens=4, assistant_model=assistant, cache=cache)
 
 

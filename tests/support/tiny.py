@@ -1,9 +1,37 @@
 """A tiny target and assistant: random weights, seconds of CPU."""
 
+import random
+
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from lilicorr_hf import DFlashModel, DraftOutput, LiLiCorrConfig, LiLiCorrDraftModel
+
+
+CONFIGS = {
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen3": Qwen3Config,
+}
+# What a family has besides the fields all share.
+FAMILY_FIELDS = {
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0},
+    "gemma3": {"query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": None},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+}
 
 
 def tiny_config(**changes) -> LiLiCorrConfig:
@@ -33,7 +61,6 @@ def tiny_config(**changes) -> LiLiCorrConfig:
 
 def tiny_target(family: str, seed: int = 0, **changes) -> PreTrainedModel:
     """A random target in float64, so that one pass over a block and single steps choose the same tokens."""
-    config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}[family]
     fields = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -49,10 +76,13 @@ def tiny_target(family: str, seed: int = 0, **changes) -> PreTrainedModel:
         # Wide enough that greedy text does not fall into a loop at once.
         "initializer_range": 0.5,
     }
-    if family == "gemma3":
-        fields |= {"query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": None}
+    fields |= FAMILY_FIELDS.get(family, {})
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config_class(**(fields | changes))).double().eval()
+    target = AutoModelForCausalLM.from_config(CONFIGS[family](**(fields | changes))).double().eval()
+    if family == "mixtral":
+        # Products over groups of experts have no fp64 kernel.
+        target.set_experts_implementation("eager")
+    return target
 
 
 def tiny_assistant(seed: int = 0, model_class: type[DFlashModel] = LiLiCorrDraftModel, **changes) -> DFlashModel:
@@ -70,7 +100,28 @@ class Oracle(LiLiCorrDraftModel):
         output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
         first = position_ids[0, -self.config.block_size].item() + 1
         known = self.answer[:, first : first + self.config.num_slots]
-        output.token_ids = (known + self.shift) % self.config.vocab_size
+        output.token_ids = (known + self.shift).expand(len(anchor_ids), -1) % self.config.vocab_size
+        return output
+
+
+class FaultyOracle(LiLiCorrDraftModel):
+    """Knows the answers of a batch's rows, without padding, and errs at a random slot of most blocks."""
+
+    answers: list[list[int]]
+
+    def draft(self, context_states, anchor_ids, position_ids, cache, tables, **kwargs) -> DraftOutput:
+        output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
+        output.token_ids = output.token_ids.clone()
+        for row, anchor in enumerate(anchor_ids[:, 0].tolist()):
+            at = int(position_ids[row, -self.config.block_size])
+            slot = random.Random(64 * at + anchor).randint(0, self.config.block_size)
+            # Which row this is: the answer that has the anchor at its position.
+            for answer in self.answers:
+                if answer[at : at + 1] == anchor_ids[row].tolist():
+                    known = torch.tensor(answer[at + 1 : at + 1 + output.token_ids.shape[1]], dtype=torch.long)
+                    output.token_ids[row, : len(known)] = known
+            if slot < output.token_ids.shape[1]:
+                output.token_ids[row, slot] = (output.token_ids[row, slot] + 1) % self.config.vocab_size
         return output
 
 

@@ -1,0 +1,437 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""The decoding loop of block drafters: every token is decided as plain `generate` decides it, many per target pass.
+
+Rows of a batch are decoded in lanes. One lane with all rows, which advance in step, calls whatever looks at tokens as
+plain decoding calls it and is always right. Where all that looks at tokens is known to look at rows one by one, each
+row gets a lane of its own: it advances as far as its own draft reaches, and leaves when it is done.
+
+Shapes: `b` rows still being decoded, `n` tokens so far, `d` drafted tokens, `V` vocabulary, `c` new context rows, `B`
+block size, `L` tapped layers, `M` hidden width.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers.cache_utils import Cache, DFlashCache
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .cache_lilicorr import check_cache, room, rows_can_be_moved, select_columns, stop_recording_past
+from .generation_lilicorr import PREFIX_PROCESSORS, BlockDrafting, block_positions
+from .lanes_lilicorr import Lane, Returned, row_processors
+from .target_lilicorr import tapped_states
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .modeling_dflash import DFlashModel, DraftOutput
+
+# What may be asked about the rows of a batch one by one: transformers' own, whose answer depends on nothing else.
+ROW_PROCESSORS = {
+    *PREFIX_PROCESSORS,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinPLogitsWarper,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+}
+ROW_CRITERIA = {
+    stopping.EosTokenCriteria,
+    stopping.MaxLengthCriteria,
+    stopping.MaxTimeCriteria,
+    stopping.StopStringCriteria,
+}
+# The target's forward arguments that moving the rows of a batch knows how to move.
+ROW_ARGUMENTS = {"attention_mask", "cache", "logits_to_keep", "position_ids", "use_cache"}
+
+
+class RowDrafting(BlockDrafting):
+    """Drafts for many rows, which may have taken different numbers of tokens.
+
+    The drafter's cache holds the context rows read so far; `context`, of shape `[b, c, L * M]`, are those it reads
+    with the next draft. `mask` covers both, `None` while no row has padding.
+    """
+
+    def __init__(self, drafter: "DFlashModel", target: "PreTrainedModel", config: GenerationConfig, processors):
+        super().__init__(drafter, target, config, processors)
+        self.context: torch.Tensor
+        self.mask: torch.Tensor | None = None
+        self.temperature = None
+        if config.do_sample and drafter.config.sampled_walk:
+            self.temperature = 1.0 if config.temperature is None else config.temperature
+
+    def read(self, outputs: Any, counts: list[int] | None = None, mask: torch.Tensor | None = None) -> None:
+        """Takes the target's states of the positions that the next draft follows.
+
+        Args:
+            outputs (`ModelOutput`): of the target's last pass.
+            counts (`list[int]`): how many of its positions to take for each row; `None` for all.
+            mask (`torch.Tensor`): the target's up to the anchor, with the first pass.
+        """
+        states = tapped_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
+        if mask is not None:
+            mask = mask[:, -states.shape[1] - 1 : -1]
+        if counts is not None:
+            states, most = states[:, : max(counts)], max(counts)
+            if min(counts) < most:
+                # To the right, where the drafter looks for the state before the anchor.
+                columns = torch.arange(most) - (most - torch.tensor(counts).unsqueeze(-1))
+                columns = columns.to(states.device)
+                mask = (columns >= 0).long()
+                states = states.gather(1, columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+        self.context = states
+        if mask is not None or self.mask is not None:
+            ones = torch.ones(len(states), self.cache.get_seq_length() + states.shape[1], dtype=torch.long)
+            seen = ones[:, : self.cache.get_seq_length()] if self.mask is None else self.mask
+            new = ones[:, seen.shape[1] :] if mask is None else mask
+            self.mask = torch.cat([seen.to(self.drafter.device), new.to(self.drafter.device)], dim=-1)
+
+    def draft(
+        self, anchor_ids: torch.Tensor, model_kwargs: dict[str, Any], lanes: list[Lane], budget: int, always: bool
+    ) -> "DraftOutput | None":
+        """A block after each row's last token, or `None` where there is nothing to draft.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `[b, 1]`): the last tokens.
+            model_kwargs (`dict`): the target's forward arguments up to them.
+            lanes (`list[Lane]`): the rows' lanes.
+            budget (`int`): tokens that can be used at most.
+            always (`bool`): draft even if none can be used.
+        """
+        start = self._verify_start = self._now()
+        self._draft_seconds, self._draft_output = 0.0, None
+        if budget <= 0 and not always:
+            return None
+        block = self.drafter.config.block_size
+        mask = self.mask
+        output = self.draft_block(
+            context_states=self.context,
+            anchor_ids=anchor_ids,
+            position_ids=block_positions(
+                model_kwargs, self.context.shape[1], self.cache.get_seq_length(), self.drafter
+            ),
+            attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(len(mask), block)], dim=-1),
+            process=self.process(lanes),
+            **{} if self.temperature is None else {"temperature": self.temperature},
+        )
+        self.close_gaps()
+        self._verify_start = self._now()
+        self._draft_seconds = self._verify_start - start
+        return output if self.max_drafted > 0 else None
+
+    def process(self, lanes: list[Lane]):
+        """The processors that steer the draft, each lane's for its rows; `None` if there are none."""
+        if not any(lane.steering for lane in lanes):
+            return None
+        sizes = [len(lane.ids) for lane in lanes]
+
+        def process(drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            steps = zip(lanes, drafted.split(sizes), logits.split(sizes), strict=True)
+            return torch.cat([lane.steer(ids, scores) for lane, ids, scores in steps])
+
+        return process
+
+    def close_gaps(self) -> None:
+        """Moves padding in the cache to the left, and drops columns that are padding in all rows."""
+        if self.mask is None or self.mask.all():
+            return
+        keep = int(self.mask.sum(dim=-1).max())
+        columns = self.mask.argsort(dim=-1, stable=True)[:, -keep:]
+        self.mask = self.mask.gather(1, columns)
+        self.select_cached(torch.arange(len(columns)), columns)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows, without context that only others had."""
+        seen = self.cache.get_seq_length()
+        self.context = self.context[rows.to(self.context.device)]
+        if self.mask is not None:
+            cached, new = self.mask[rows.to(self.mask.device)].tensor_split([seen], dim=-1)
+            first = int(new.any(dim=0).int().argmax())
+            self.mask = torch.cat([cached, new[:, first:]], dim=-1)
+            self.context = self.context[:, first:]
+        self.select_cached(rows, torch.arange(seen).expand(len(rows), -1))
+
+    def select_cached(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        for layer in self.cache.layers:
+            select_columns(layer, rows, columns)
+
+    def draft_idly(self, anchor_ids: torch.Tensor) -> None:
+        """Runs the drafter for the sake of other processes that need this one's shards."""
+        config, rows = self.drafter.config, len(anchor_ids)
+        self.drafter.draft(
+            context_states=self.context[:, -1:],
+            anchor_ids=anchor_ids,
+            position_ids=torch.arange(config.block_size + 1, device=self.drafter.device).expand(rows, -1),
+            cache=DFlashCache(config=config),
+            tables=self.tables,
+        )
+
+    def record(self, lanes: list[Lane], drafted: int, counts: list[int]) -> None:
+        """Adds a pass that verified `drafted` tokens of every row and took `counts[i]` tokens in lane `i`."""
+        if self.recording is None:
+            return
+        self.recording.passes += 1
+        seconds = self._now() - self._verify_start
+        rows = [(ids, count) for lane, count in zip(lanes, counts, strict=True) for ids in lane.ids]
+        for row, (ids, count) in enumerate(rows):
+            self.record_block(ids, row, drafted, count - 1, seconds, len(rows))
+
+
+class BlockDecoder:
+    """
+    Decodes one `generate` call of a target with a block drafter.
+
+    Args:
+        drafter ([`DFlashModel`]): or a model with a head on top.
+        target (`PreTrainedModel`): the model whose text it is.
+        input_ids (`torch.LongTensor` of shape `[b, n]`): the prompts, left-padded; `n` is 0 for `inputs_embeds` alone.
+        logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: as `generate` hands them on.
+        model_kwargs: the target's forward arguments, its cache among them.
+
+    Raises:
+        `ValueError`: before any compute, if drafter and target do not fit, for a cache that cannot take back what the
+            target rejects, and for processors that no assistant can serve.
+    """
+
+    def __init__(
+        self,
+        drafter: "DFlashModel",
+        target: "PreTrainedModel",
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: stopping.StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs,
+    ):
+        check_cache(model_kwargs.get("cache"), before_prefill=True)
+        self.target: Any = target
+        self.config = generation_config
+        self.synced_gpus = synced_gpus
+        self.streamer = streamer
+        self.kwargs = model_kwargs
+        self.cache: Cache = model_kwargs["cache"]
+        self.drafting = RowDrafting(drafter, target, generation_config, logits_processor)
+        self.returned = Returned(generation_config)
+        self.by_row = len(input_ids) > 1 and self.rows_are_independent(logits_processor, stopping_criteria)
+        if self.by_row:
+            self.all_lanes = [
+                Lane(ids, row_processors(logits_processor, i), stopping_criteria, generation_config)
+                for i, ids in enumerate(input_ids.split(1))
+            ]
+            self.give_rows_their_arguments(input_ids)
+        else:
+            lane = Lane(input_ids, logits_processor, stopping_criteria, generation_config, streamer, self.returned)
+            self.all_lanes = [lane]
+        # Those not done yet.
+        self.lanes = self.all_lanes
+
+    def rows_are_independent(self, processors: LogitsProcessorList, criteria: list) -> bool:
+        """Whether rows may advance one by one and nobody can tell."""
+        kinds = {type(criterion) for criterion in criteria}
+        # Without an end token plain decoding goes on with rows that are finished until all are.
+        allowed = ROW_CRITERIA if stopping.EosTokenCriteria in kinds else {stopping.MaxLengthCriteria}
+        positions = self.kwargs.get("position_ids")
+        prepare = getattr(self.target.prepare_inputs_for_generation, "__func__", None)
+        return (
+            kinds <= allowed
+            and {type(processor) for processor in processors} <= ROW_PROCESSORS
+            # These hear of all rows at once, step by step.
+            and not (self.synced_gpus or self.streamer is not None or self.config.return_dict_in_generate)
+            and {name for name, value in self.kwargs.items() if value is not None} <= ROW_ARGUMENTS
+            and "attention_mask" in self.kwargs
+            and (positions is None or positions.ndim == 2)
+            # A target's own preparation of inputs may count on equal lengths.
+            and prepare is GenerationMixin.prepare_inputs_for_generation
+            and rows_can_be_moved(self.cache)
+        )
+
+    def give_rows_their_arguments(self, input_ids: torch.Tensor) -> None:
+        """Masks and positions of each row, which will part."""
+        if self.kwargs["attention_mask"] is None:
+            self.kwargs["attention_mask"] = torch.ones_like(input_ids)
+        if (positions := self.kwargs.get("position_ids")) is not None:
+            self.kwargs["position_ids"] = positions.expand(len(input_ids), -1)
+
+    def decode(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Reads the prompts, then drafts and verifies until every row is done.
+
+        Returns:
+            what `generate` returns: ids `[b, n]`, or a `GenerateDecoderOnlyOutput`.
+        """
+        self.prefill()
+        device = self.all_lanes[0].ids.device
+        with self.target._optimize_model_for_decode():
+            while self.target._has_unfinished_sequences(not self.lanes, self.synced_gpus, device=device):
+                if self.lanes:
+                    self.decode_block()
+                else:
+                    self.keep_others_company()
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.result()
+
+    def prefill(self) -> None:
+        """Reads what the cache does not hold of the prompts, and takes the first token of every row."""
+        ids = torch.cat([lane.ids for lane in self.lanes])
+        outputs = self.target._prefill(ids, self.config, self.kwargs | self.drafting.model_kwargs_overrides)
+        check_cache(outputs.cache, before_prefill=False)
+        self.cache = outputs.cache
+        self.kwargs = self.target._update_model_kwargs_for_generation(outputs, self.kwargs)
+        # Compiled where plain decoding would be; the prompt's pass never is.
+        compiled = self.target._valid_auto_compile_criteria(self.kwargs, self.config)
+        self.forward = self.target.get_compiled_call(self.config.compile_config) if compiled else self.target
+        self.returned.add_prefill(outputs)
+        self.drafting.read(outputs, mask=self.kwargs.get("attention_mask"))
+        for lane, logits in zip(self.lanes, outputs.logits[:, -1:].split(self.lane_sizes()), strict=True):
+            lane.verify(logits)
+        self.retire()
+
+    def lane_sizes(self) -> list[int]:
+        return [len(lane.ids) for lane in self.lanes]
+
+    def decode_block(self) -> None:
+        """Draft, one pass of the target, and as many tokens as it agrees with and one more."""
+        draft_ids, proposal_logits = self.draft()
+        drafted, sizes = draft_ids.shape[1], self.lane_sizes()
+        proposals = [None] * len(sizes) if proposal_logits is None else proposal_logits.split(sizes)
+        before = [lane.length for lane in self.lanes]
+        # Not before: while a layer with a window records, the whole prompt would stay in it.
+        self.cache.activate_past_recording()
+        outputs = self.verify(draft_ids)
+        steps = zip(self.lanes, outputs.logits.split(sizes), draft_ids.split(sizes), proposals, strict=True)
+        try:
+            for lane, logits, ids, proposal in steps:
+                lane.verify(logits, ids, proposal)
+        finally:
+            # Also after an exception in a callback: the cache may be the caller's, and holds verified tokens only.
+            counts = [lane.length - n for lane, n in zip(self.lanes, before, strict=True)]
+            self.settle(drafted, counts)
+        self.drafting.record(self.lanes, drafted, counts)
+        self.returned.add_block(outputs, max(counts), self.cache)
+        if not all(lane.done for lane in self.lanes):
+            self.drafting.read(outputs, [n for n, size in zip(counts, sizes, strict=True) for _ in range(size)])
+        self.retire()
+
+    def draft(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafted ids `[b, d]` and what they were drawn from, `[b, d, V]`, if they were."""
+        anchor_ids = torch.cat([lane.ids[:, -1:] for lane in self.lanes])
+        left = self.config.max_length - min(lane.length for lane in self.lanes)
+        budget = int(min(left - 1, room(self.cache) - 1, self.drafting.max_drafted))
+        output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
+        if output is None or budget <= 0:
+            return anchor_ids[:, :0], None
+        draft_ids = output.token_ids[:, :budget].to(anchor_ids.device).split(self.lane_sizes())
+        draft_ids = torch.cat([lane.fill(ids) for lane, ids in zip(self.lanes, draft_ids, strict=True)])
+        proposal = output.proposal_logits
+        return draft_ids, None if proposal is None else proposal[:, :budget].to(anchor_ids.device)
+
+    def verify(self, draft_ids: torch.Tensor) -> Any:
+        """The target's pass over the last token of each row and its draft `[b, d]`."""
+        drafted = draft_ids.shape[1]
+        # Rows of their own differ in length, and no more than the last token of each is read.
+        ids = [lane.ids[:, -1:] if self.by_row else lane.ids for lane in self.lanes]
+        inputs = self.target.prepare_inputs_for_generation(
+            torch.cat([torch.cat(ids), draft_ids], dim=-1),
+            next_sequence_length=drafted + 1,
+            **more_kwargs(self.target, self.kwargs, drafted),
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = drafted + 1
+        if self.by_row and (positions := inputs.get("position_ids")) is not None:
+            # A row near its end is drafted beyond it while others are not; a table of positions may end there.
+            left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
+            last = positions[:, :1] + torch.tensor(left, device=positions.device).unsqueeze(-1)
+            inputs["position_ids"] = positions.minimum(last)
+        return self.forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
+
+    def settle(self, drafted: int, counts: list[int]) -> None:
+        """Takes from the cache what was rejected, and brings masks and positions up to the tokens that were taken."""
+        most = max(counts)
+        self.kwargs = more_kwargs(self.target, self.kwargs, most)
+        if min(counts) == most or not self.by_row:
+            self.cache.crop(most - drafted - 1)
+            return
+        # Rows that took fewer tokens move to the right, so that all end in the same column.
+        columns = torch.arange(self.kwargs["attention_mask"].shape[1]) - (most - torch.tensor(counts).unsqueeze(-1))
+        self.select(torch.arange(len(counts)), columns)
+
+    def select(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        """Keeps `columns [b', n']` of `rows [b']` in cache, masks and positions; below 0 they are padding."""
+        mask = self.kwargs["attention_mask"]
+        rows, columns = rows.to(mask.device), columns.to(mask.device)
+        index = columns.clamp(min=0)
+        self.kwargs["attention_mask"] = mask[rows].gather(1, index) * (columns >= 0)
+        if (positions := self.kwargs.get("position_ids")) is not None:
+            self.kwargs["position_ids"] = positions[rows].gather(1, index)
+        for layer in self.cache.layers:
+            # The last token is not in the cache yet.
+            select_columns(layer, rows, index[:, :-1])
+
+    def retire(self) -> None:
+        """Lets lanes go that are done, with their rows and the columns that nobody else fills."""
+        alive = [i for i, lane in enumerate(self.lanes) if not lane.done]
+        if len(alive) == len(self.lanes):
+            return
+        self.lanes = [self.lanes[i] for i in alive]
+        if self.lanes:
+            rows, mask = torch.tensor(alive), self.kwargs["attention_mask"]
+            first = int(mask[rows.to(mask.device)].any(dim=0).int().argmax())
+            self.select(rows, torch.arange(first, mask.shape[1]).expand(len(alive), -1))
+            self.drafting.select(rows)
+
+    def keep_others_company(self) -> None:
+        """A round for other processes, which need this one's shards of both models; nothing of it is kept."""
+        ids = torch.cat([lane.ids[:, -1:] for lane in self.all_lanes])
+        self.drafting.draft_idly(ids)
+        self.target(input_ids=ids, use_cache=False)
+
+    def result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        stop_recording_past(self.cache)
+        longest = max(lane.length for lane in self.all_lanes)
+        ids = torch.cat([lane.padded(longest) for lane in self.all_lanes])
+        return self.returned.output(ids, self.cache) if self.config.return_dict_in_generate else ids
+
+
+def more_kwargs(target: Any, model_kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The target's forward arguments `tokens` tokens later, as plain decoding would update them."""
+    model_kwargs = dict(model_kwargs)
+    # Types of several new tokens at once would be copied from as many old ones, and not from the last.
+    singly = any(name.endswith("token_type_ids") for name in model_kwargs)
+    for step in [1] * tokens if singly else [tokens] * (tokens > 0):
+        model_kwargs = target._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=step)
+    return model_kwargs
+
+
+def block_decoding(assistant: "DFlashModel", streamer: Any = None) -> Callable:
+    """Block decoding through the public `custom_generate` of `generate`, where the hook is not wanted.
+
+    Args:
+        assistant ([`DFlashModel`]): drafts the blocks.
+        streamer (`BaseStreamer`): takes the tokens; `generate` keeps its own from a `custom_generate` function. So it
+            does with `tokenizer`: instead of `stop_strings` pass a `StopStringCriteria`.
+
+    Example:
+
+    ```python
+    >>> target.generate(**inputs, custom_generate=block_decoding(assistant))
+    ```
+    """
+
+    def decode(model, input_ids, **kwargs):
+        return assistant.decode_blocks(model, input_ids, streamer=streamer, **kwargs)
+
+    return decode
+
+
+__all__ = ["BlockDecoder", "block_decoding"]

@@ -1,0 +1,89 @@
+"""The doctor finds nothing at the shipped pair, and names each silent fault that is put into it."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lilicorr_hf import LiLiCorrDraftModel, cli
+from lilicorr_hf.doctor import PROMPTS, examine, read_answers
+from lilicorr_hf.modeling import decoding_lilicorr
+from lilicorr_hf.pairs import CHECKPOINTS
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2):
+    model, tokenizer, _ = smollm2
+    return read_answers(model, tokenizer, PROMPTS[:2], 40)
+
+
+def faults(smollm2, answers, assistant=None, folder=None) -> dict[str, str]:
+    model, tokenizer, shipped = smollm2
+    findings = list(examine(model, tokenizer, assistant or shipped, answers, folder))
+    return {finding.check: finding.words for finding in findings if finding.fault}
+
+
+def changed(assistant, **config):
+    """The same weights under a config that states something else."""
+    other = LiLiCorrDraftModel(type(assistant.config).from_dict(assistant.config.to_dict() | config))
+    other.load_state_dict(assistant.state_dict())
+    return other.to(assistant.dtype).eval()
+
+
+def test_shipped_pair_is_healthy(smollm2, answers):
+    assert faults(smollm2, answers, folder=CHECKPOINTS / "smollm2-135m") == {}
+
+
+@pytest.mark.parametrize("ids, words", [([2, 15, 28], "[1, 14, 27]"), ([0, 13, 26], "[1, 14, 27]")])
+def test_off_by_one_layers(smollm2, answers, ids, words):
+    found = faults(smollm2, answers, changed(smollm2[2], target_layer_ids=ids))
+    assert "off-by-one" in found["layers"] and words in found["layers"]
+
+
+def test_wrong_rope_base(smollm2, answers):
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    found = faults(smollm2, answers, changed(smollm2[2], rope_parameters=rope))
+    assert "wrong rope base" in found["rope"]
+
+
+def test_wrong_anchor_row(smollm2, answers, monkeypatch):
+    """A loop that hands over each state a position late."""
+    original = decoding_lilicorr.tapped_states
+    monkeypatch.setattr(decoding_lilicorr, "tapped_states", lambda *args: original(*args).roll(1, dims=1))
+    assert "full pass" in faults(smollm2, answers)["cached drafts"]
+
+
+@pytest.mark.parametrize("value, words", [(torch.nan, "not finite"), (0.0, "is 0.0")])
+def test_broken_weights(smollm2, answers, value, words):
+    assistant = copy.deepcopy(smollm2[2])
+    with torch.no_grad():
+        assistant.lilicorr.in_head.weight.fill_(value)
+    found = faults(smollm2, answers, assistant)
+    assert "broken weights: lilicorr.in_head.weight" in (found["weights"] + " lilicorr.in_head.weight")
+    assert words in found["weights"] and "in_head" in found["weights"]
+
+
+def test_template_mismatch(smollm2, answers, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    assert "template mismatch" in faults(smollm2, answers, folder=tmp_path)["template"]
+    (tmp_path / "chat_template.jinja").write_text(smollm2[1].chat_template)
+    assert faults(smollm2, answers[:1], folder=tmp_path) == {}
+
+
+def test_pair_that_does_not_fit_is_named(smollm2, answers):
+    found = faults(smollm2, answers, changed(smollm2[2], num_target_layers=32))
+    assert "num_target_layers" in found["pairing"] and len(found) == 1
+
+
+def test_command_exits_with_1_on_a_fault(smollm2, tmp_path):
+    folder = Path(shutil.copytree(CHECKPOINTS / "smollm2-135m", tmp_path / "assistant"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 2}))
+    result = CliRunner().invoke(cli.app, ["doctor", "smollm2-135m", str(folder), "--max-new-tokens", "12"])
+    assert result.exit_code == 1 and "mask token 2" in result.output

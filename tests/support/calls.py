@@ -1,0 +1,77 @@
+"""Listening to `generate` calls, and comparing all that two of them return."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StaticCache, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 17}
+ALL_OUTPUTS = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
+
+
+class Recorder(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Keeps everything it is called with, as processor, criterion or streamer."""
+
+    def __init__(self, stop_at: int = 1000):
+        self.calls = []
+        self.stop_at = stop_at
+
+    def put(self, value):
+        self.calls.append((value.shape, value.tolist()))
+
+    def end(self):
+        self.calls.append("end")
+
+
+class RecordingProcessor(Recorder):
+    """Changes scores by how often it was called, so that one call too many changes the text."""
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(input_ids.tolist())
+        return scores.roll(len(self.calls) % 3, dims=-1)
+
+
+class RecordingCriterion(Recorder):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append((input_ids.tolist(), None if scores is None else len(scores)))
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.stop_at)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Of 64 characters, which stand for the tokens of a tiny target."""
+    characters = {chr(ord("z") - i): i for i in range(64)}
+    fast = Tokenizer(models.WordLevel(characters, unk_token="z"))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="z")
+
+
+def assert_equal_outputs(assisted, plain):
+    assert assisted.keys() == plain.keys()
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(assisted.get(name) or (), plain.get(name) or (), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for name in ("attentions", "hidden_states"):
+        for ours, theirs in zip(assisted.get(name) or (), plain.get(name) or (), strict=True):
+            for our_layer, their_layer in zip(ours, theirs, strict=True):
+                # Attention is softmaxed in fp32 even here.
+                torch.testing.assert_close(our_layer, their_layer, atol=1e-5, rtol=1e-5)
+    assert_equal_caches(assisted.cache, plain.cache)
+
+
+def assert_equal_caches(ours, theirs):
+    assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
+    for our_layer, their_layer in zip(ours.layers, theirs.layers, strict=True):
+        width = min(int(theirs.get_seq_length()), their_layer.keys.shape[2])
+        if isinstance(theirs, StaticCache):
+            torch.testing.assert_close(our_layer.keys[:, :, :width], their_layer.keys[:, :, :width])
+        else:
+            torch.testing.assert_close(our_layer.keys, their_layer.keys)
+            torch.testing.assert_close(our_layer.values, their_layer.values)
