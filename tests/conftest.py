@@ -17,9 +17,19 @@ def golden():
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    """The shipped pair on its real target, fetched on first use: model, tokenizer, assistant."""
+def smollm2_pair():
+    return lilicorr_hf.load_pair("smollm2-135m")
+
+
+@pytest.fixture
+def smollm2(smollm2_pair):
+    """The shipped pair on its real target, fetched on first use, and every core: model, tokenizer, assistant."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
-    yield lilicorr_hf.load_pair("smollm2-135m")
+    yield smollm2_pair
     torch.set_num_threads(threads)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")

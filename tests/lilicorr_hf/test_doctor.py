@@ -16,8 +16,8 @@ from lilicorr_hf.pairs import CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
-def answers(smollm2):
-    model, tokenizer, _ = smollm2
+def answers(smollm2_pair):
+    model, tokenizer, _ = smollm2_pair
     return read_answers(model, tokenizer, PROMPTS[:2], 40)
 
 

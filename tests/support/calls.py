@@ -70,8 +70,9 @@ def assert_equal_caches(ours, theirs):
     assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
     for our_layer, their_layer in zip(ours.layers, theirs.layers, strict=True):
         width = min(int(theirs.get_seq_length()), their_layer.keys.shape[2])
-        if isinstance(theirs, StaticCache):
-            torch.testing.assert_close(our_layer.keys[:, :, :width], their_layer.keys[:, :, :width])
-        else:
-            torch.testing.assert_close(our_layer.keys, their_layer.keys)
-            torch.testing.assert_close(our_layer.values, their_layer.values)
+        for name in ("keys", "values"):
+            found, expected = getattr(our_layer, name), getattr(their_layer, name)
+            if isinstance(theirs, StaticCache):
+                found, expected = found[:, :, :width], expected[:, :, :width]
+            # The fp32 softmax below them shows.
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

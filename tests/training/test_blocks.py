@@ -104,7 +104,6 @@ def test_ready_made_masks_do_not_depend_on_the_configured_attention():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has its backward pass on GPUs")
 def test_gradients_through_flex_attention_are_those_through_sdpa():
     rows = [tensor.cuda() for tensor in random_rows(200, 30)]
     torch.manual_seed(0)
