@@ -104,18 +104,39 @@ class Progress:
 
 
 class Reporter(StoppingCriteria):
-    """Looked at by `generate` after every target pass: reports what is there and ends the call when told to."""
+    """Looked at by `generate` after every token: reports what each target pass brought, ends the call when told to.
 
-    def __init__(self, prompt_length: int, blocks: list[BlockRecord], reports: SimpleQueue, stop: threading.Event):
+    Args:
+        prompt_length (`int`): tokens before the answer.
+        blocks (list of [`BlockRecord`]): grows by one with each verified block; `None` for plain decoding.
+        reports (`SimpleQueue`), stop (`threading.Event`): to and from the reader.
+    """
+
+    def __init__(
+        self, prompt_length: int, blocks: list[BlockRecord] | None, reports: SimpleQueue, stop: threading.Event
+    ):
         self.prompt_length, self.blocks, self.reports, self.stop = prompt_length, blocks, reports, stop
         self.reported = 0
         self.start = time.perf_counter()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs) -> torch.Tensor:  # type: ignore[override]
-        ids, blocks = input_ids[0, self.prompt_length :].tolist(), self.blocks[self.reported :]
+        ids = input_ids[0, self.prompt_length :].tolist()
+        if self.blocks is None or len(ids) == 1:
+            self.report(ids)
+        elif len(self.blocks) > self.reported:
+            # A block is recorded once all its tokens were looked at: the one looked at now is of the next.
+            self.report(ids[:-1])
+        return torch.full((input_ids.shape[0],), self.stop.is_set(), device=input_ids.device)
+
+    def report(self, ids: list[int]) -> None:
+        blocks = [] if self.blocks is None else self.blocks[self.reported :]
         self.reported += len(blocks)
         self.reports.put(Progress(time.perf_counter() - self.start, ids, blocks))
-        return torch.full((input_ids.shape[0],), self.stop.is_set(), device=input_ids.device)
+
+    def report_end(self, output_ids: torch.Tensor) -> None:
+        """What was recorded after the last look, given all ids `[1, n]`."""
+        if self.blocks is not None and len(self.blocks) > self.reported:
+            self.report(output_ids[0, self.prompt_length :].tolist())
 
 
 def generate(pair: Pair, inputs: BatchEncoding, assisted: bool = True, **options: Any) -> Iterator[Progress]:
@@ -134,9 +155,11 @@ def generate(pair: Pair, inputs: BatchEncoding, assisted: bool = True, **options
     def work() -> None:
         try:
             with record(lattice=True) as recording:
-                reporter = Reporter(inputs["input_ids"].shape[1], recording.blocks, reports, stop)
+                blocks = recording.blocks if assisted else None
+                reporter = Reporter(inputs["input_ids"].shape[1], blocks, reports, stop)
                 criteria = StoppingCriteriaList([reporter])
-                pair.target.generate(**inputs, assistant_model=helper, stopping_criteria=criteria, **options)  # type: ignore[operator]
+                output = pair.target.generate(**inputs, assistant_model=helper, stopping_criteria=criteria, **options)  # type: ignore[operator]
+                reporter.report_end(output)
             reports.put(None)
         except BaseException as error:  # noqa: B036 - raised again where somebody waits for it
             reports.put(error)
