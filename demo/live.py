@@ -50,9 +50,8 @@ class Pair:
         if self.target.device.type == "cuda":
             return torch.cuda.get_device_name(self.target.device)
         if self.target.device.type == "cpu":
-            return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {self.target.dtype}".replace(
-                "torch.", ""
-            )
+            threads, dtype = torch.get_num_threads(), str(self.target.dtype).removeprefix("torch.")
+            return f"CPU ({platform.machine()}), {threads} thread{'s' if threads > 1 else ''}, {dtype}"
         return str(self.target.device)
 
     def encode(self, prompt: str, max_new_tokens: int) -> BatchEncoding:

@@ -175,6 +175,16 @@ def build(target: str = PAIRS[0], assistant: str = PAIRS[0]) -> gr.Blocks:
         stop.click(lambda: tell("Stopped."), None, notice, cancels=running, queue=False, api_visibility="private")
         example.input(example_value, example, lattice, api_name="example", queue=False, show_progress="hidden")
         upload.upload(load_file, upload, [notice, lattice], api_name="load", queue=False, show_progress="hidden")
+        # What is shown then is no example any more, and each can be chosen again.
+        gr.on(
+            [start.click, prompt.submit, start_race.click, upload.upload],
+            lambda: None,
+            None,
+            example,
+            queue=False,
+            show_progress="hidden",
+            api_visibility="private",
+        )
         page.load(
             open_example, None, [example, lattice], api_visibility="private", queue=False, show_progress="hidden"
         )

@@ -33,6 +33,7 @@ const describeStep = (trace, block, path, step, picks) => {
   const others = scores.map((score, rank) => (rank === chosen ? -Infinity : score));
   const next = argmax(others);
   if (scores.length < 2) return sentence + ": chosen.";
+  if (scores[next] > scores[chosen]) return `${sentence}: chosen under the rules of the request, not ${name(next)} with ${cosine(next)}.`;
   return `${sentence}: chosen. Next best is ${name(next)} with ${cosine(next)}.`;
 };
 

@@ -320,6 +320,7 @@ def test_hostile_text_is_shown_literally(visit, expect, hostile):
     upload(page, hostile)
     expect(page.locator("#lattice h2")).to_have_text(HOSTILE[1])
     expect(page.locator(".prompt")).to_have_text(HOSTILE[0])
+    expect(page.get_by_role("radio", checked=True)).to_have_count(0)
     expect(page.locator(".note")).to_have_text(HOSTILE[2])
     assert page.locator("#lattice .text").text_content() == HOSTILE[3] + "".join(HOSTILE)
     shown = page.locator('.cell[data-slot="0"] title').all_text_contents()
@@ -332,6 +333,8 @@ def test_hostile_text_is_shown_literally(visit, expect, hostile):
     expect(page.locator("#lattice tbody tr").nth(0)).to_contain_text(visible(HOSTILE[1]))
     assert page.locator("#lattice img, #lattice script").count() == 0
     assert page.evaluate("window.hacked") is None
+    page.get_by_label("The paper's Figure 1").check()
+    expect(page.locator("#lattice h2")).to_have_text("The dog meows sweetly")
 
 
 def test_bad_file_is_named_and_the_view_stays(visit, expect, tmp_path):
