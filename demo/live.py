@@ -7,7 +7,7 @@ All state of a generation lives in its generator and its worker thread, so that 
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -103,39 +103,33 @@ class Progress:
 
 
 class Reporter(StoppingCriteria):
-    """Looked at by `generate` after every token: reports what each target pass brought, ends the call when told to.
+    """Reports what each target pass brought, and ends the call when told to.
+
+    `generate` asks it about every token. Plain decoding and the first token are reported there, blocks as soon as they
+    are verified.
 
     Args:
         prompt_length (`int`): tokens before the answer.
-        blocks (list of [`BlockRecord`]): grows by one with each verified block; `None` for plain decoding.
+        assisted (`bool`): whether tokens after the first come in blocks.
         reports (`SimpleQueue`), stop (`threading.Event`): to and from the reader.
     """
 
-    def __init__(
-        self, prompt_length: int, blocks: list[BlockRecord] | None, reports: SimpleQueue, stop: threading.Event
-    ):
-        self.prompt_length, self.blocks, self.reports, self.stop = prompt_length, blocks, reports, stop
-        self.reported = 0
+    def __init__(self, prompt_length: int, assisted: bool, reports: SimpleQueue, stop: threading.Event):
+        self.prompt_length, self.assisted, self.reports, self.stop = prompt_length, assisted, reports, stop
+        self.token_ids: list[int] = []
         self.start = time.perf_counter()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs) -> torch.Tensor:  # type: ignore[override]
-        ids = input_ids[0, self.prompt_length :].tolist()
-        if self.blocks is None or len(ids) == 1:
-            self.report(ids)
-        elif len(self.blocks) > self.reported:
-            # A block is recorded once all its tokens were looked at: the one looked at now is of the next.
-            self.report(ids[:-1])
+        if not self.assisted or not self.token_ids:
+            self.report(input_ids[0, self.prompt_length + len(self.token_ids) :].tolist())
         return torch.full((input_ids.shape[0],), self.stop.is_set(), device=input_ids.device)
 
-    def report(self, ids: list[int]) -> None:
-        blocks = [] if self.blocks is None else self.blocks[self.reported :]
-        self.reported += len(blocks)
-        self.reports.put(Progress(time.perf_counter() - self.start, ids, blocks))
+    def on_block(self, block: BlockRecord) -> None:
+        self.report(block.verified_ids or [], [block])
 
-    def report_end(self, output_ids: torch.Tensor) -> None:
-        """What was recorded after the last look, given all ids `[1, n]`."""
-        if self.blocks is not None and len(self.blocks) > self.reported:
-            self.report(output_ids[0, self.prompt_length :].tolist())
+    def report(self, new_ids: list[int], blocks: Sequence[BlockRecord] = ()) -> None:
+        self.token_ids += new_ids
+        self.reports.put(Progress(time.perf_counter() - self.start, list(self.token_ids), list(blocks)))
 
 
 def generate(pair: Pair, inputs: BatchEncoding, assisted: bool = True, **options: Any) -> Iterator[Progress]:
@@ -153,12 +147,10 @@ def generate(pair: Pair, inputs: BatchEncoding, assisted: bool = True, **options
 
     def work() -> None:
         try:
-            with record(lattice=True) as recording:
-                blocks = recording.blocks if assisted else None
-                reporter = Reporter(inputs["input_ids"].shape[1], blocks, reports, stop)
-                criteria = StoppingCriteriaList([reporter])
-                output = pair.target.generate(**inputs, assistant_model=helper, stopping_criteria=criteria, **options)  # type: ignore[operator]
-                reporter.report_end(output)
+            reporter = Reporter(inputs["input_ids"].shape[1], assisted, reports, stop)
+            criteria = StoppingCriteriaList([reporter])
+            with record(lattice=True, on_block=reporter.on_block):
+                pair.target.generate(**inputs, assistant_model=helper, stopping_criteria=criteria, **options)  # type: ignore[operator]
             reports.put(None)
         except BaseException as error:  # noqa: B036 - raised again where somebody waits for it
             reports.put(error)

@@ -27,7 +27,7 @@ PROMPTS = (
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6)
 # A reading of the weights other than the stated one is a fault of the config if it explains the target's text better
 # by this many nats a token, and by this many standard errors.
-BETTER_NATS, BETTER_ERRORS = 0.05, 4.0
+BETTER_NATS, BETTER_ERRORS = 0.03, 2.5
 
 
 @dataclass
@@ -170,7 +170,12 @@ def examine(
         return
     anchors = [list(range(a.prompt_length, a.ids.shape[1] - size + 1)) for a in usable]
     stated = [draft_at(assistant, tables, a, at) for a, at in zip(usable, anchors, strict=True)]
-    yield from check_config(assistant, tables, usable, anchors, stated)
+    taps = check_taps(model, assistant, usable[0])
+    yield taps
+    readings = [] if taps.fault else list(check_config(assistant, tables, usable, anchors, stated))
+    yield from readings
+    if taps.fault or any(finding.fault for finding in readings):
+        return
     yield from check_generation(model, assistant, tables, usable, stated)
 
 
@@ -214,35 +219,60 @@ def check_weights(assistant: DFlashModel) -> Finding:
     return Finding("weights", "all finite, none constant")
 
 
+@torch.no_grad()
+def check_taps(model: "PreTrainedModel", assistant: DFlashModel, answer: Answer) -> Finding:
+    """Compares the states a drafter gets with what the tapped decoder layers themselves put out."""
+    ids, seen = assistant.config.target_layer_ids, {}
+    layers = model.get_decoder().layers
+
+    def keep(i):
+        return lambda _, __, output: seen.update({i: output[0] if isinstance(output, tuple) else output})
+
+    handles = [layers[i].register_forward_hook(keep(i)) for i in ids]
+    try:
+        outputs = model(input_ids=answer.ids, output_hidden_states=[i + 1 for i in ids], logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = tapped_states(outputs.hidden_states, ids).chunk(len(ids), dim=-1)
+    wrong = [i for i, state in zip(ids, states, strict=True) if not torch.equal(state, seen[i].to(state.device))]
+    if wrong:
+        words = f"off-by-one layers: the states taken for layers {wrong} are not what these layers put out"
+        return Finding("taps", words, fault=True)
+    return Finding("taps", f"the states of layers {ids} are what these layers put out")
+
+
 def check_config(assistant, tables, answers, anchors, stated: list[Blocks]) -> Iterator[Finding]:
     """Reads the weights in other ways than the config states: none should explain the target's text better."""
     surprise = torch.cat([blocks.surprise() for blocks in stated])
 
-    def fits_better(variant: DFlashModel, **changes) -> bool:
+    def gain(variant: DFlashModel = assistant, **changes) -> float:
+        """Nats a token by which a variant explains the text better; 0 where that may be chance."""
         other = torch.cat(
             [draft_at(variant, tables, a, at, **changes).surprise() for a, at in zip(answers, anchors, strict=True)]
         )
-        gain = surprise - other
-        error = gain.std() / len(gain) ** 0.5
-        return bool(gain.mean() > max(BETTER_NATS, BETTER_ERRORS * error.item()))
+        gains = surprise - other
+        sure = gains.mean() > max(BETTER_NATS, BETTER_ERRORS * gains.std().item() / len(gains) ** 0.5)
+        return gains.mean().item() if sure else 0.0
 
     ids, last = assistant.config.target_layer_ids, assistant.config.num_target_layers - 1
-    for shift in (-1, 1):
-        if 0 <= min(ids) + shift and max(ids) + shift < last and fits_better(assistant, layer_shift=shift):
-            moved = [i + shift for i in ids]
-            words = f"off-by-one layers: the weights fit target_layer_ids {moved}, the config states {ids}"
-            yield Finding("layers", words, fault=True)
-            break
+    shifts = [shift for shift in (-1, 1) if 0 <= min(ids) + shift and max(ids) + shift < last]
+    better = {shift: nats for shift in shifts if (nats := gain(layer_shift=shift))}
+    if better:
+        moved = [i + max(better, key=better.__getitem__) for i in ids]
+        words = f"off-by-one layers: the weights fit target_layer_ids {moved}, the config states {ids}"
+        yield Finding("layers", words, fault=True)
     else:
         yield Finding("layers", f"{ids}: neighbours fit no better")
     base = assistant.config.rope_parameters["rope_theta"]
-    better = [other for other in ROPE_BASES if other != base and fits_better(with_rope(assistant, other))]
+    better = {other: nats for other in ROPE_BASES if other != base and (nats := gain(with_rope(assistant, other)))}
     if better:
-        words = f"wrong rope base: the weights fit rope_theta {better[0]:g} better than the stated {base:g}"
+        fitting = max(better, key=better.__getitem__)
+        words = f"wrong rope base: the weights fit rope_theta {fitting:g} better than the stated {base:g}"
         yield Finding("rope", words, fault=True)
     else:
         yield Finding("rope", f"base {base:g}: others fit no better")
-    if fits_better(assistant, lag=1):
+    if gain(lag=1):
         words = "wrong anchor row: the weights fit contexts that come a position late"
         yield Finding("anchor row", words, fault=True)
 
@@ -281,30 +311,25 @@ def check_generation(model, assistant, tables, answers, stated: list[Blocks]) ->
 
 def check_cached_drafts(assistant, tables, answers: list[Answer], records: list[list[BlockRecord]]) -> Finding:
     """Compares the blocks that generation drafted with the same blocks recomputed from a full pass."""
-    places = []
-    for answer, blocks in zip(answers, records, strict=True):
-        anchor = answer.prompt_length
-        for block in blocks:
-            if block.draft_ids and anchor + assistant.config.block_size <= answer.ids.shape[1]:
-                places.append((answer, anchor, block.draft_ids))
-            anchor += block.accepted + 1
 
-    def agreement(lag: int) -> float:
-        same = [
-            draft_at(assistant, tables, answer, [anchor], lag=lag).draft.token_ids[0, : len(ids)].tolist() == ids
-            for answer, anchor, ids in places
-        ]
+    def agreement(lag: int = 0) -> float:
+        same = []
+        for answer, blocks in zip(answers, records, strict=True):
+            drafted, anchor = {}, answer.prompt_length
+            for block in blocks:
+                if block.draft_ids and anchor + assistant.config.block_size <= answer.ids.shape[1]:
+                    drafted[anchor] = block.draft_ids
+                anchor += block.accepted + 1
+            again = draft_at(assistant, tables, answer, list(drafted), lag=lag).draft.token_ids.tolist()
+            same += [row[: len(ids)] == ids for row, ids in zip(again, drafted.values(), strict=True)]
         return sum(same) / len(same)
 
-    if not places:
-        return Finding("cached drafts", "generation drafted nothing to compare", fault=True)
-    recomputed = agreement(0)
+    recomputed = agreement()
     if recomputed >= 0.9:
-        return Finding("cached drafts", f"{recomputed:.0%} of {len(places)} blocks as recomputed from a full pass")
-    late = agreement(1)
-    words = f"only {recomputed:.0%} of {len(places)} blocks are those of a full pass"
-    if late > recomputed:
-        words += f"; wrong anchor row: {late:.0%} are those of contexts a position too late"
+        return Finding("cached drafts", f"{recomputed:.0%} of the blocks are as recomputed from a full pass")
+    words = f"only {recomputed:.0%} of the blocks are those of a full pass"
+    if (late := agreement(lag=1)) > recomputed:
+        words += f"; wrong anchor row: {late:.0%} are those of contexts a position late"
     return Finding("cached drafts", words, fault=True)
 
 

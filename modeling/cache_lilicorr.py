@@ -33,10 +33,9 @@ def check_cache(cache: Cache | None, before_prefill: bool) -> None:
             )
 
 
-def room(cache: Cache) -> float:
-    """Columns that still fit into the cache; infinite where it grows."""
-    fixed = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
-    return min((layer.max_cache_len - int(layer.get_seq_length()) for layer in fixed), default=float("inf"))
+def fixed_layers(cache: Cache) -> list[StaticLayer]:
+    """Layers that hold a fixed number of columns."""
+    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
 
 
 def rows_can_be_moved(cache: Cache) -> bool:
@@ -70,4 +69,4 @@ def stop_recording_past(cache: Cache) -> None:
             layer.record_past = False
 
 
-__all__ = ["check_cache", "room", "rows_can_be_moved", "select_columns", "stop_recording_past"]
+__all__ = ["check_cache", "fixed_layers", "rows_can_be_moved", "select_columns", "stop_recording_past"]

@@ -19,7 +19,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .cache_lilicorr import check_cache, room, rows_can_be_moved, select_columns, stop_recording_past
+from .cache_lilicorr import check_cache, fixed_layers, rows_can_be_moved, select_columns, stop_recording_past
 from .generation_lilicorr import PREFIX_PROCESSORS, BlockDrafting, block_positions
 from .lanes_lilicorr import Lane, Returned, row_processors
 from .target_lilicorr import tapped_states
@@ -287,6 +287,9 @@ class BlockDecoder:
         outputs = self.target._prefill(ids, self.config, self.kwargs | self.drafting.model_kwargs_overrides)
         check_cache(outputs.cache, before_prefill=False)
         self.cache = outputs.cache
+        # Not before: while a layer with a window records, the whole prompt would stay in it.
+        self.cache.activate_past_recording()
+        self.fixed_layers = fixed_layers(self.cache)
         self.kwargs = self.target._update_model_kwargs_for_generation(outputs, self.kwargs)
         # Compiled where plain decoding would be; the prompt's pass never is.
         compiled = self.target._valid_auto_compile_criteria(self.kwargs, self.config)
@@ -306,8 +309,6 @@ class BlockDecoder:
         drafted, sizes = draft_ids.shape[1], self.lane_sizes()
         proposals = [None] * len(sizes) if proposal_logits is None else proposal_logits.split(sizes)
         before = [lane.length for lane in self.lanes]
-        # Not before: while a layer with a window records, the whole prompt would stay in it.
-        self.cache.activate_past_recording()
         outputs = self.verify(draft_ids)
         steps = zip(self.lanes, outputs.logits.split(sizes), draft_ids.split(sizes), proposals, strict=True)
         try:
@@ -327,7 +328,8 @@ class BlockDecoder:
         """Drafted ids `[b, d]` and what they were drawn from, `[b, d, V]`, if they were."""
         anchor_ids = torch.cat([lane.ids[:, -1:] for lane in self.lanes])
         left = self.config.max_length - min(lane.length for lane in self.lanes)
-        budget = int(min(left - 1, room(self.cache) - 1, self.drafting.max_drafted))
+        room = [layer.max_cache_len - int(layer.get_seq_length()) for layer in self.fixed_layers]
+        budget = min(left - 1, self.drafting.max_drafted, *(columns - 1 for columns in room))
         output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
         if output is None or budget <= 0:
             return anchor_ids[:, :0], None

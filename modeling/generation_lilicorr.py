@@ -3,7 +3,7 @@
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -82,12 +82,19 @@ class Recording:
         passes (`int`): passes of the target after the prefill.
         blocks (`list[BlockRecord]`): one for every sequence a pass verified, so one per pass without a batch.
         lattice (`bool`): whether blocks keep their candidates and scores too.
+        on_block (`Callable`): given each block as soon as it is verified; `None` for nobody.
     """
 
     calls: int = 0
     passes: int = 0
     blocks: list[BlockRecord] = field(default_factory=list)
     lattice: bool = False
+    on_block: Callable[[BlockRecord], None] | None = None
+
+    def add(self, block: BlockRecord) -> None:
+        self.blocks.append(block)
+        if self.on_block is not None:
+            self.on_block(block)
 
     @property
     def accepted(self) -> list[int]:
@@ -116,11 +123,12 @@ _recording: ContextVar[Recording | None] = ContextVar("lilicorr_recording", defa
 
 
 @contextmanager
-def record(lattice: bool = False) -> Iterator[Recording]:
+def record(lattice: bool = False, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[Recording]:
     """Collects statistics of the assisted `generate` calls of this thread (and task) until the block ends.
 
     Args:
         lattice (`bool`): keep each block's candidates, scores and verified tokens too, copied to the CPU.
+        on_block (`Callable`): called with each [`BlockRecord`] as soon as its block is verified, to show it live.
 
     Example:
 
@@ -130,7 +138,7 @@ def record(lattice: bool = False) -> Iterator[Recording]:
     >>> r.tau
     ```
     """
-    recording = Recording(lattice=lattice)
+    recording = Recording(lattice=lattice, on_block=on_block)
     token = _recording.set(recording)
     try:
         yield recording
@@ -207,7 +215,7 @@ class BlockDrafting:
                 block.draft_ids = draft.token_ids[row, :drafted].tolist()
                 fields = {} if draft.lattice is None else draft.lattice.items()
                 block.lattice = Lattice(**{name: x[row : row + 1].cpu() for name, x in fields}) if fields else None
-        self.recording.blocks.append(block)
+        self.recording.add(block)
 
     def _now(self) -> float:
         """Seconds, after pending device work, while recording; otherwise nobody asks and nothing waits."""

@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lilicorr_hf import LiLiCorrDraftModel, cli
+from lilicorr_hf import LiLiCorrDraftModel, cli, doctor
 from lilicorr_hf.doctor import PROMPTS, examine, read_answers
 from lilicorr_hf.modeling import decoding_lilicorr
+from lilicorr_hf.modeling.target_lilicorr import tapped_states
 from lilicorr_hf.pairs import CHECKPOINTS
 
 
@@ -38,14 +39,22 @@ def test_shipped_pair_is_healthy(smollm2, answers):
     assert faults(smollm2, answers, folder=CHECKPOINTS / "smollm2-135m") == {}
 
 
-@pytest.mark.parametrize("ids, words", [([2, 15, 28], "[1, 14, 27]"), ([0, 13, 26], "[1, 14, 27]")])
-def test_off_by_one_layers(smollm2, answers, ids, words):
-    found = faults(smollm2, answers, changed(smollm2[2], target_layer_ids=ids))
-    assert "off-by-one" in found["layers"] and words in found["layers"]
+def test_off_by_one_layers_in_the_config(smollm2, answers):
+    found = faults(smollm2, answers, changed(smollm2[2], target_layer_ids=[2, 15, 28]))
+    assert "off-by-one" in found["layers"] and "[1, 14, 27]" in found["layers"]
+
+
+def test_off_by_one_layers_in_the_reading(smollm2, answers, monkeypatch):
+    """States of the layers before, which the shipped drafts are hardly worse for."""
+    monkeypatch.setattr(doctor, "tapped_states", lambda states, ids: tapped_states(states, [i - 1 for i in ids]))
+    forward = type(smollm2[0]).forward
+    every = {"output_hidden_states": True}
+    monkeypatch.setattr(type(smollm2[0]), "forward", lambda self, **kwargs: forward(self, **kwargs | every))
+    assert "off-by-one" in faults(smollm2, answers)["taps"]
 
 
 def test_wrong_rope_base(smollm2, answers):
-    rope = {"rope_type": "default", "rope_theta": 1e6}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
     found = faults(smollm2, answers, changed(smollm2[2], rope_parameters=rope))
     assert "wrong rope base" in found["rope"]
 
@@ -54,7 +63,7 @@ def test_wrong_anchor_row(smollm2, answers, monkeypatch):
     """A loop that hands over each state a position late."""
     original = decoding_lilicorr.tapped_states
     monkeypatch.setattr(decoding_lilicorr, "tapped_states", lambda *args: original(*args).roll(1, dims=1))
-    assert "full pass" in faults(smollm2, answers)["cached drafts"]
+    assert "wrong anchor row" in faults(smollm2, answers)["cached drafts"]
 
 
 @pytest.mark.parametrize("value, words", [(torch.nan, "not finite"), (0.0, "is 0.0")])
@@ -63,17 +72,17 @@ def test_broken_weights(smollm2, answers, value, words):
     with torch.no_grad():
         assistant.lilicorr.in_head.weight.fill_(value)
     found = faults(smollm2, answers, assistant)
-    assert "broken weights: lilicorr.in_head.weight" in (found["weights"] + " lilicorr.in_head.weight")
-    assert words in found["weights"] and "in_head" in found["weights"]
+    assert "broken weights" in found["weights"] and "lilicorr.in_head.weight" in found["weights"]
+    assert words in found["weights"]
 
 
-def test_template_mismatch(smollm2, answers, tmp_path):
+def test_template_mismatch(smollm2, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     )
-    assert "template mismatch" in faults(smollm2, answers, folder=tmp_path)["template"]
+    assert "template mismatch" in faults(smollm2, [], folder=tmp_path)["template"]
     (tmp_path / "chat_template.jinja").write_text(smollm2[1].chat_template)
-    assert faults(smollm2, answers[:1], folder=tmp_path) == {}
+    assert "template" not in faults(smollm2, [], folder=tmp_path)
 
 
 def test_pair_that_does_not_fit_is_named(smollm2, answers):

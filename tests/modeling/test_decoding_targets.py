@@ -1,0 +1,144 @@
+"""Our decoding loop on targets that are wrapped, quantised, compiled, spread out or shared by processes."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from calls import GREEDY
+from tiny import Oracle, tiny_assistant, tiny_target
+from transformers import StoppingCriteria
+
+import lilicorr_hf
+
+
+PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
+BATCH = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])
+
+
+def assert_same(target, prompt=PROMPT, **kwargs):
+    """Greedy tokens with an oracle equal those without, in fewer passes; the oracle has answers for the first row."""
+    assistant = tiny_assistant(0, Oracle)
+    plain = target.generate(prompt, **GREEDY | kwargs)
+    assistant.answer = plain[:1]
+    with lilicorr_hf.record() as recording:
+        assisted = target.generate(prompt, assistant_model=assistant, **GREEDY | kwargs)
+    assert assisted.tolist() == plain.tolist()
+    assert recording.target_passes < 18
+    return plain
+
+
+def test_adapters_on_off_and_switched():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_target("llama").float(), config, adapter_name="one").eval()
+    model.add_adapter("two", config)
+    texts = []
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        texts.append(assert_same(model).tolist())
+        assert_same(model, BATCH[:1].repeat(2, 1))
+    with model.disable_adapter():
+        texts.append(assert_same(model).tolist())
+    assert texts[0] == texts[2] and texts[0] != texts[1] != texts[3]
+
+
+def test_dynamic_int8():
+    target = tiny_target("llama").float()
+    quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    assert type(quantised.lm_head) is not torch.nn.Linear
+    # One scale for all rows of an activation: a block and a single step round differently.
+    plain = quantised.generate(PROMPT, **GREEDY)
+    assistant = tiny_assistant(0, Oracle)
+    assistant.answer = plain
+    assisted = quantised.generate(PROMPT, assistant_model=assistant, **GREEDY)
+    assert assisted.shape == plain.shape and assisted[0, :7].tolist() == plain[0, :7].tolist()
+
+
+def test_compiled():
+    target = tiny_target("llama")
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
+    assert_same(target)
+
+
+def test_weights_that_are_elsewhere_until_a_module_is_called(tmp_path):
+    """Embedding and output head are called, not indexed: on disk there is nothing to index."""
+    from accelerate import dispatch_model
+
+    target = tiny_target("llama")
+    places = {"model": "cpu", "lm_head": "disk"}
+    target = dispatch_model(target, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert target.lm_head.weight.device.type == "meta"
+    assert_same(target)
+    assert_same(target, BATCH)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_writes_as_many_tokens(dtype):
+    target, assistant = tiny_target("llama").to(dtype), tiny_assistant().to(dtype)
+    assert target.generate(BATCH, assistant_model=assistant, **GREEDY).shape == (2, 23)
+
+
+class Census(StoppingCriteria):
+    """Bytes of all live tensors at some lengths, those of the target's cache left out."""
+
+    def __init__(self, at):
+        self.at, self.bytes, self.tensors = at, [], []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] in self.at:
+            live = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+            self.tensors.append(len(live))
+            # Whatever grows with the text is as long as it in some dimension.
+            self.bytes.append(sum(x.nbytes for x in live if max(x.shape, default=0) < input_ids.shape[1] - 20))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_memory_is_flat_apart_from_caches():
+    """300 rounds in which nothing is accepted."""
+    census = Census(at=(106, 306))
+    target = tiny_target("llama", max_position_embeddings=1024)
+    options = GREEDY | {"max_new_tokens": 301, "stopping_criteria": [census]}
+    target.generate(PROMPT, assistant_model=tiny_assistant(), **options)
+    assert census.tensors[1] <= census.tensors[0] + 5
+    assert census.bytes[1] <= census.bytes[0] * 1.05
+
+
+PROCESS = """
+import sys
+import torch
+import torch.distributed as dist
+sys.path.insert(0, {support!r})
+from tiny import Oracle, tiny_assistant, tiny_target
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method={store!r}, rank=rank, world_size=2)
+target, assistant = tiny_target("llama"), tiny_assistant(0, Oracle)
+passes = []
+target.register_forward_pre_hook(lambda *_: passes.append(1))
+prompt = torch.tensor([[3, 1, 4, 1, 5]])
+plain = target.generate(prompt, do_sample=False, max_new_tokens=[4, 30][rank])
+assistant.answer = plain if rank == 0 else (plain + 1) % 64
+passes.clear()
+output = target.generate(
+    prompt, do_sample=False, max_new_tokens=[4, 30][rank], assistant_model=assistant, synced_gpus=True
+)
+assert output.tolist() == plain.tolist()
+print(len(passes))
+"""
+
+
+def test_processes_that_share_shards_make_the_same_number_of_passes(tmp_path):
+    """One is done long before the other, and keeps it company."""
+    from goldens import GOLDEN
+
+    support, store = str(GOLDEN.parent / "support"), f"file://{tmp_path / 'store'}"
+    code = PROCESS.format(support=support, store=store)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    passes = [process.communicate(timeout=300)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert passes[0] == passes[1] == "30"
