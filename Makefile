@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training clean
+.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -58,6 +58,10 @@ peer-training: runs/peer_rows.jsonl
 
 runs/peer_rows.jsonl: tests/peers/prompts.jsonl | setup
 	$(BIN)/lilicorr regenerate --target smollm2-135m --dataset $< --output $@ --max_new_tokens 256
+
+# What nvidia-modelopt drafts with the shipped weights; to be recorded anew, and committed, whenever they change.
+golden: setup
+	$(BIN)/python tests/peers/record_blocks.py tests/golden/smollm2_shipped.safetensors $(PEER)
 
 # The README's pictures of the page.
 screenshots: setup browser

@@ -21,8 +21,8 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def blocks():
-    """Per recorded anchor: the sequence up to it, its position, and what another implementation drafted there."""
-    tensors = load_file(GOLDEN / "smollm2_provisional.safetensors")
+    """Per recorded anchor: the sequence up to it, its position, and what nvidia-modelopt drafted there."""
+    tensors = load_file(GOLDEN / "smollm2_shipped.safetensors")
     cases = {}
     for key, value in tensors.items():
         if ".anchor" in key:
@@ -32,7 +32,7 @@ def blocks():
 
 
 @torch.no_grad()
-def test_recorded_blocks_of_the_provisional_weights(smollm2, blocks):
+def test_recorded_blocks_of_the_shipped_weights(smollm2, blocks):
     """Drafter, pool, scores and walk on real prompts; states of positions before the anchor are the context."""
     model, _, assistant = smollm2
     tables, block_size = TargetTables(model), assistant.config.block_size

@@ -1,4 +1,4 @@
-"""The same step in nvidia-modelopt's LiLiCorr trainer: the same weights, rows and anchors give the same gradients.
+"""The same weights in nvidia-modelopt: the same rows and anchors give the same gradients, and the recorded blocks.
 
 `pytest -m peer tests/peers` makes the environment for it on first use.
 """
@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from goldens import GOLDEN
+from record_blocks import record
 from safetensors.torch import load_file
 from training_speed import Comparison, Workers, modelopt_python
 
@@ -61,3 +64,12 @@ def test_loss_and_gradients_agree_in_fp32(rows, python, offline, tmp_path):
 def difference(ours, theirs) -> float:
     """Norm of the difference as a part of the norm."""
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-9)).item()
+
+
+def test_the_recorded_blocks_are_of_the_shipped_weights(python, tmp_path):
+    recording, again = GOLDEN / "smollm2_shipped.safetensors", tmp_path / "again.safetensors"
+    record(recording, again, Comparison(rows="", steps=0, dtype="float32"), python)
+    expected, actual = load_file(recording), load_file(again)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, atol=1e-4, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
