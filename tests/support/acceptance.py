@@ -1,5 +1,5 @@
-"""Acceptance length of a pair on files of prompts, each decoded as one batch: minutes where `lilicorr bench`, which also
-measures speed, takes an hour.
+"""Acceptance length of a pair on files of prompts, each decoded as one batch: minutes where `lilicorr bench`, which
+also measures speed, takes an hour.
 
     python tests/support/acceptance.py gsm8k.jsonl humaneval.jsonl --limit 20 --max-new-tokens 128
 """
