@@ -385,6 +385,11 @@ def add_head_terms(
     step.metrics["slot_accuracy"] = masked_mean(scores.argmax(dim=-1) == truth_index, supervised)
     spread = (start.detach().std(dim=-1) + pair.detach().std(dim=(-2, -1)).mean(dim=-1)) / 2
     step.metrics["factor_spread"] = masked_mean(spread, supervised[..., 0])
+    # What a score says about the pair, beyond what its two candidates get whatever stands beside them.
+    scored = pair.detach()
+    interaction = scored - scored.mean(dim=-1, keepdim=True) - scored.mean(dim=-2, keepdim=True)
+    interaction = (interaction + scored.mean(dim=(-2, -1), keepdim=True)).std(dim=(-2, -1)).mean(dim=-1)
+    step.metrics["pair_interaction"] = masked_mean(interaction, supervised[..., 0])
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ PANELS: list[tuple[str, dict[str, str]]] = [
     ("acceptance length (tau) in generate", {"eval_tau": "held-out prompts"}),
     ("share of slots", {"coverage": "truth among candidates", "slot_accuracy": "head right where it can be"}),
     ("blocks per second", {"blocks_per_second": "trained"}),
-    ("factor spread (0: collapsed)", {"factor_spread": "standard deviation of scores"}),
+    ("spread of scores (0: collapsed)", {"factor_spread": "all of it", "pair_interaction": "of the pair alone"}),
 ]
 
 

@@ -300,7 +300,7 @@ class LiLiCorrTrainer(PublishingTrainer):
             complete = int(step.metrics["complete_blocks"])
             blocks += complete
             for name, value in step.metrics.items():
-                if name.endswith("_prefix") or name == "coverage":
+                if name.endswith("_prefix") or name in ("coverage", "pair_interaction"):
                     sums[name] += value.item() * complete
         return {name: value / max(blocks, 1) for name, value in sums.items()}
 

@@ -85,6 +85,7 @@ def test_loss_parts_metrics_and_gradients(step, variant, chunk_size):
         "coverage": "slot_gt_in_lattice",
     }.items():
         assert result.metrics[ours].item() == pytest.approx(metrics[f"lilicorr_{theirs}"], abs=1e-5), ours
+    assert 0 < result.metrics["pair_interaction"] < 2 * result.metrics["factor_spread"]
     assert result.metrics["supervised_slots"] == step.case.spec["supervised_slot_count"]
     assert result.metrics["complete_blocks"] == sum(map(sum, step.case.spec["valid_blocks"]))
 
