@@ -192,19 +192,28 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", folder: str | Path | No
     path = Path(folder or "") / "chat_template.jinja"
     if folder is None or not path.is_file():
         return Finding("template", "the assistant does not say what chat template it was trained with: not checked")
+    if tokenizer.chat_template is None:
+        words = f"template mismatch: this target's tokenizer has none, the drafter was trained with {path.name}"
+        return Finding("template", words, fault=True)
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-    for options in ({"add_generation_prompt": True, "conversation": chat[:1]}, {"conversation": chat}):
-        for thinking in ({}, {"enable_thinking": False}):
-            here, there = (
-                tokenizer.apply_chat_template(tokenize=False, chat_template=template, **options, **thinking)
-                for template in (tokenizer.chat_template, path.read_text())
+    for messages in (chat[:1], chat):
+        here, there = (
+            # Without reasoning, as drafters are trained.
+            tokenizer.apply_chat_template(
+                messages,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=len(messages) == 1,
+                enable_thinking=False,
             )
-            if here != there:
-                words = (
-                    f"template mismatch: the drafter was trained on chats like {there!r}, this target's tokenizer "
-                    f"writes {here!r}; use the template in {path.name}, or an assistant trained with the other"
-                )
-                return Finding("template", words, fault=True)
+            for template in (tokenizer.chat_template, path.read_text())
+        )
+        if here != there:
+            words = (
+                f"template mismatch: the drafter was trained on chats like {there!r}, this target's tokenizer writes "
+                f"{here!r}; use the template in {path.name}, or an assistant trained with the other"
+            )
+            return Finding("template", words, fault=True)
     return Finding("template", "writes chats as the drafter was trained on them, without reasoning")
 
 
@@ -257,9 +266,9 @@ def check_config(assistant, tables, answers, anchors, stated: list[Blocks]) -> I
 
     ids, last = assistant.config.target_layer_ids, assistant.config.num_target_layers - 1
     shifts = [shift for shift in (-1, 1) if 0 <= min(ids) + shift and max(ids) + shift < last]
-    better = {shift: nats for shift in shifts if (nats := gain(layer_shift=shift))}
-    if better:
-        moved = [i + max(better, key=better.__getitem__) for i in ids]
+    nearer = {shift: nats for shift in shifts if (nats := gain(layer_shift=shift))}
+    if nearer:
+        moved = [i + max(nearer, key=nearer.__getitem__) for i in ids]
         words = f"off-by-one layers: the weights fit target_layer_ids {moved}, the config states {ids}"
         yield Finding("layers", words, fault=True)
     else:
@@ -277,10 +286,10 @@ def check_config(assistant, tables, answers, anchors, stated: list[Blocks]) -> I
         yield Finding("anchor row", words, fault=True)
 
 
-def with_rope(assistant: DFlashModel, base: float) -> DFlashModel:
+def with_rope(assistant: Any, base: float) -> DFlashModel:
     """The same weights under another rotary base; the assistant itself stays as it is."""
     config = copy.deepcopy(assistant.config)
-    config.rope_parameters = config.rope_parameters | {"rope_theta": base}
+    config.rope_parameters["rope_theta"] = base
     variant = copy.copy(assistant)
     rotary = type(assistant.rotary_emb)(config).to(assistant.device)
     variant._modules = assistant._modules | {"rotary_emb": rotary}
@@ -339,8 +348,9 @@ def check_acceptance(whole: list[BlockRecord], stated: list[Blocks]) -> Iterator
     walk = torch.cat([b.draft.token_ids == b.truth for b in stated])
     forced = 1 + stated[0].prefix(walk)
     numbers = f"walk {forced - 1:.2f}, argmax {stated[0].prefix(argmax):.2f}"
-    if all(b.draft.lattice is not None for b in stated):
-        pool = torch.cat([(b.draft.lattice.candidate_ids == b.truth.unsqueeze(-1)).any(dim=-1) for b in stated])
+    lattices = [(b.draft.lattice, b.truth) for b in stated if b.draft.lattice is not None]
+    if lattices:
+        pool = torch.cat([(found.candidate_ids == truth.unsqueeze(-1)).any(dim=-1) for found, truth in lattices])
         numbers += f", oracle {stated[0].prefix(pool):.2f} tokens; coverage {pool.double().mean().item():.0%}"
     yield Finding("slots", f"right from the start of a block: {numbers}")
     # Anchors of generation are where blocks ended, those of teacher forcing all there are.

@@ -4,10 +4,11 @@
 Shapes: `b` rows, `n` cached positions, called columns, of which a layer with a window holds the last ones only.
 """
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -47,8 +48,8 @@ def rows_can_be_moved(cache: Cache) -> bool:
     )
 
 
-def select_columns(layer: CacheLayerMixin, rows: torch.Tensor, columns: torch.Tensor) -> None:
-    """Keeps `columns [b', n']` of `rows [b']` of a layer, which then holds `n'` columns of `b'` rows."""
+def select_columns(layer: Any, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """Keeps `columns [b', n']` of `rows [b']` of a `CacheLayerMixin`, which then holds `n'` columns of `b'` rows."""
     if not layer.is_initialized:
         return
     missing = layer.get_seq_length() - layer.keys.shape[-2]

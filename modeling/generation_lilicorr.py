@@ -207,6 +207,7 @@ class BlockDrafting:
             drafted, accepted (`int`): tokens proposed, and kept.
             verify_seconds (`float`): of the pass, shared by its rows as is the time of the draft.
         """
+        assert self.recording is not None
         block = BlockRecord(drafted, accepted, self._draft_seconds / rows, verify_seconds / rows)
         if self.recording.lattice:
             block.anchor_id, *block.verified_ids = ids[-accepted - 2 :].tolist()

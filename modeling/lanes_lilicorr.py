@@ -51,7 +51,8 @@ class Lane:
         self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
         # Rows that are finished go on with padding only if a criterion knows an end token, as in plain decoding.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.pad_token_id = config._pad_token_tensor.to(ids.device) if ends else None
+        pad_token_id: Any = config._pad_token_tensor
+        self.pad_token_id = pad_token_id.to(ids.device) if ends else None
         self.done = False
 
     @property
@@ -69,7 +70,7 @@ class Lane:
             proposal_logits (`torch.Tensor` of shape `[r, d, V]`): what it was drawn from, if it was.
         """
         for i, step in enumerate(logits.unbind(dim=1)):
-            drafted = draft_ids[:, i] if i + 1 < logits.shape[1] else None
+            drafted = draft_ids[:, i] if draft_ids is not None and i < draft_ids.shape[1] else None
             proposal = None if proposal_logits is None or drafted is None else proposal_logits[:, i]
             tokens = self.take(step, drafted, proposal)
             if self.done or drafted is None or not torch.equal(tokens, drafted):
@@ -211,7 +212,7 @@ class Returned:
 
     def output(self, ids: torch.Tensor, cache: Cache) -> GenerateDecoderOnlyOutput:
         return GenerateDecoderOnlyOutput(
-            sequences=ids,
+            sequences=ids,  # type: ignore[arg-type]
             scores=self.scores,
             logits=self.logits,
             attentions=self.attentions,

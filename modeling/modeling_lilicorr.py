@@ -209,7 +209,7 @@ class LiLiCorrDraftModel(DFlashModel):
         probs = None
         if process is not None:
             walk, probs = processed_walk(lattice, logits, process, uniforms, temperature)
-        elif temperature is not None:
+        elif uniforms is not None and temperature is not None:
             walk, probs = sampled_walk(start, pair, uniforms, temperature)
         else:
             walk = greedy_walk(start, pair)

@@ -177,7 +177,7 @@ def outcome(call) -> tuple[list | None, tuple, str | None]:
     """Ids, scores and error of a `generate` call; combinations may leave no token, which is an error either way."""
     try:
         output = call()
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         return None, (), f"{type(error).__name__}: {error}"
     if isinstance(output, torch.Tensor):
         return output.tolist(), (), None

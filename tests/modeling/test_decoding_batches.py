@@ -220,6 +220,25 @@ def test_seeded_sampling_in_step_and_several_sequences_for_one_prompt(llama, by_
     assert by_row == [False, True]
 
 
+def test_recorded_blocks_are_those_of_the_rows(llama):
+    """Each row's blocks, put one after the other, are its new tokens."""
+    (ids, mask), answers = batch(), {}
+    with lilicorr_hf.record(lattice=True) as recording:
+        output = llama.target.generate(ids, attention_mask=mask, assistant_model=llama.assistant, **GREEDY)
+    assert recording.passes < len(recording.blocks)
+    for block in recording.blocks:
+        assert len(block.verified_ids) == block.accepted + 1
+        assert block.draft_ids[: block.accepted] == block.verified_ids[: block.accepted]
+        assert not block.draft_ids or block.lattice.candidate_ids.shape == (1, 4, 3)
+        answers.setdefault(block.anchor_id, []).append(block.verified_ids)
+    for row in output[:, 9:].tolist():
+        at = 0
+        while at + 1 < len(row):
+            match = [ids for ids in answers[row[at]] if row[at + 1 : at + 1 + len(ids)] == ids]
+            assert match
+            at += max(map(len, match))
+
+
 def test_broken_drafter_serves_a_batch(llama, by_row):
     assistant = tiny_assistant(0, LiLiCorrDraftModel)
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Listening to `generate` calls, and comparing all that two of them return."""
 
+import functools
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StaticCache, StoppingCriteria
@@ -52,17 +54,20 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="z")
 
 
+# Eager attention is softmaxed in fp32 even in fp64 targets.
+assert_close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+
+
 def assert_equal_outputs(assisted, plain):
     assert assisted.keys() == plain.keys()
     assert assisted.sequences.tolist() == plain.sequences.tolist()
     for name in ("scores", "logits"):
         for ours, theirs in zip(assisted.get(name) or (), plain.get(name) or (), strict=True):
-            torch.testing.assert_close(ours, theirs)
+            assert_close(ours, theirs)
     for name in ("attentions", "hidden_states"):
         for ours, theirs in zip(assisted.get(name) or (), plain.get(name) or (), strict=True):
             for our_layer, their_layer in zip(ours, theirs, strict=True):
-                # Attention is softmaxed in fp32 even here.
-                torch.testing.assert_close(our_layer, their_layer, atol=1e-5, rtol=1e-5)
+                assert_close(our_layer, their_layer)
     assert_equal_caches(assisted.cache, plain.cache)
 
 
@@ -70,9 +75,8 @@ def assert_equal_caches(ours, theirs):
     assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
     for our_layer, their_layer in zip(ours.layers, theirs.layers, strict=True):
         width = min(int(theirs.get_seq_length()), their_layer.keys.shape[2])
-        for name in ("keys", "values"):
-            found, expected = getattr(our_layer, name), getattr(their_layer, name)
-            if isinstance(theirs, StaticCache):
-                found, expected = found[:, :, :width], expected[:, :, :width]
-            # The fp32 softmax below them shows.
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        if isinstance(theirs, StaticCache):
+            assert_close(our_layer.keys[:, :, :width], their_layer.keys[:, :, :width])
+        else:
+            assert_close(our_layer.keys, their_layer.keys)
+            assert_close(our_layer.values, their_layer.values)
