@@ -1,6 +1,7 @@
 """Examining a target and an assistant for faults that decode right and only cost speed."""
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,9 @@ PROMPTS = (
 )
 # Rotary bases in use; a drafter read with another one than it was trained with drafts on, worse.
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6)
-# A reading of the weights other than the stated one is a fault of the config if it explains the target's text better
-# by this many nats a token, and by this many standard errors.
-BETTER_NATS, BETTER_ERRORS = 0.03, 2.5
+PROBE = "probe.json"
+# Nats by which recomputed log-probabilities may be off on average: half precision, not another layer or rotation.
+PROBE_NATS = 0.03
 
 
 @dataclass
@@ -73,9 +74,9 @@ class Blocks:
     draft: DraftOutput
     truth: torch.Tensor
 
-    def surprise(self) -> torch.Tensor:
-        """Nats `[b]` that the drafter's slots give the target's tokens, mean over a block."""
-        return -self.logits.float().log_softmax(dim=-1).gather(-1, self.truth.unsqueeze(-1)).squeeze(-1).mean(dim=-1)
+    def log_probs(self) -> torch.Tensor:
+        """Log-probabilities `[b, S]` that the drafter's slots give the target's tokens."""
+        return self.logits.float().log_softmax(dim=-1).gather(-1, self.truth.unsqueeze(-1)).squeeze(-1)
 
     def prefix(self, right: torch.Tensor) -> float:
         """Mean length of the leading run of right slots, `right [b, S]`."""
@@ -136,20 +137,49 @@ def draft_at(
     return Blocks(logits, assistant.choose(logits, output, tables), truth)
 
 
+def write_probe(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", assistant: DFlashModel, folder: str | Path
+) -> None:
+    """Puts beside a checkpoint what its drafter makes of one answer, for [`examine`] to compare with.
+
+    Nothing else tells whether a config states the layers, rotations and chats that the weights were trained with: read
+    in a slightly wrong way they only draft slightly worse. So write it where the weights are known to be read right.
+
+    Args:
+        model, tokenizer: the target.
+        assistant ([`DFlashModel`]): as trained.
+        folder (path): of its checkpoint.
+    """
+    answer = read_answers(model, tokenizer, PROMPTS[:1], max_new_tokens=32)[0]
+    blocks = draft_at(assistant, TargetTables(model), answer, block_anchors(assistant, answer))
+    probe = {
+        "prompt": PROMPTS[0],
+        "ids": answer.ids[0].tolist(),
+        "prompt_length": answer.prompt_length,
+        "log_probs": [[round(x, 4) for x in row] for row in blocks.log_probs().tolist()],
+    }
+    (Path(folder) / PROBE).write_text(json.dumps(probe) + "\n")
+
+
+def block_anchors(assistant: DFlashModel, answer: Answer) -> list[int]:
+    """Positions in an answer that a whole block follows."""
+    return list(range(answer.prompt_length, answer.ids.shape[1] - assistant.config.block_size + 1))
+
+
 def examine(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     assistant: DFlashModel,
     answers: list[Answer],
-    assistant_folder: str | Path | None = None,
+    folder: str | Path | None = None,
 ) -> Iterator[Finding]:
-    """All checks, cheapest first; those that would follow from a fault found are left out.
+    """All checks, cheapest first; it ends at a fault that the following would only repeat.
 
     Args:
         model, tokenizer: the target.
         assistant ([`DFlashModel`]): its assistant.
         answers (`list[Answer]`): see [`read_answers`].
-        assistant_folder (path): where it was loaded from, for the chat template beside it.
+        folder (path): where the assistant was loaded from, for the probe beside it; see [`write_probe`].
     """
     try:
         assistant.check_target(model)
@@ -158,24 +188,23 @@ def examine(
         return
     yield Finding("pairing", "vocabulary, width, layers and mask token fit")
     yield check_mask_token(model, assistant)
-    yield check_template(tokenizer, assistant_folder)
-    weights = check_weights(assistant)
-    yield weights
-    if weights.fault:
-        return
-    tables, size = TargetTables(model), assistant.config.block_size
-    usable = [answer for answer in answers if len(answer.new_ids) > size]
+    for check in (check_weights(assistant), check_taps(model, assistant, answers[0])):
+        yield check
+        if check.fault:
+            return
+    tables, path = TargetTables(model), Path(folder or "") / PROBE
+    if folder is not None and path.is_file():
+        findings = list(check_probe(model, tokenizer, assistant, json.loads(path.read_text())))
+        yield from findings
+        if any(finding.fault for finding in findings):
+            return
+    else:
+        yield Finding("probe", f"no {PROBE} beside the weights: layers, rotations and chats are not checked")
+    usable = [answer for answer in answers if block_anchors(assistant, answer)]
     if not usable:
-        yield Finding("blocks", f"no answer is longer than a block of {size}; ask for more tokens", fault=True)
+        yield Finding("blocks", "no answer is longer than a block; ask for more tokens", fault=True)
         return
-    anchors = [list(range(a.prompt_length, a.ids.shape[1] - size + 1)) for a in usable]
-    stated = [draft_at(assistant, tables, a, at) for a, at in zip(usable, anchors, strict=True)]
-    taps = check_taps(model, assistant, usable[0])
-    yield taps
-    readings = [] if taps.fault else list(check_config(assistant, tables, usable, anchors, stated))
-    yield from readings
-    if taps.fault or any(finding.fault for finding in readings):
-        return
+    stated = [draft_at(assistant, tables, answer, block_anchors(assistant, answer)) for answer in usable]
     yield from check_generation(model, assistant, tables, usable, stated)
 
 
@@ -185,36 +214,6 @@ def check_mask_token(model: "PreTrainedModel", assistant: DFlashModel) -> Findin
     if mask in [*(eos if isinstance(eos, list) else [eos]), generation.pad_token_id]:  # type: ignore[union-attr]
         return Finding("mask token", f"mask token {mask} is the target's end or padding token", fault=True)
     return Finding("mask token", f"{mask}, a token of its own")
-
-
-def check_template(tokenizer: "PreTrainedTokenizerBase", folder: str | Path | None) -> Finding:
-    """Compares the target's chat template with the one the drafter was trained with, if that lies beside it."""
-    path = Path(folder or "") / "chat_template.jinja"
-    if folder is None or not path.is_file():
-        return Finding("template", "the assistant does not say what chat template it was trained with: not checked")
-    if tokenizer.chat_template is None:
-        words = f"template mismatch: this target's tokenizer has none, the drafter was trained with {path.name}"
-        return Finding("template", words, fault=True)
-    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-    for messages in (chat[:1], chat):
-        here, there = (
-            # Without reasoning, as drafters are trained.
-            tokenizer.apply_chat_template(
-                messages,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=len(messages) == 1,
-                enable_thinking=False,
-            )
-            for template in (tokenizer.chat_template, path.read_text())
-        )
-        if here != there:
-            words = (
-                f"template mismatch: the drafter was trained on chats like {there!r}, this target's tokenizer writes "
-                f"{here!r}; use the template in {path.name}, or an assistant trained with the other"
-            )
-            return Finding("template", words, fault=True)
-    return Finding("template", "writes chats as the drafter was trained on them, without reasoning")
 
 
 def check_weights(assistant: DFlashModel) -> Finding:
@@ -251,39 +250,47 @@ def check_taps(model: "PreTrainedModel", assistant: DFlashModel, answer: Answer)
     return Finding("taps", f"the states of layers {ids} are what these layers put out")
 
 
-def check_config(assistant, tables, answers, anchors, stated: list[Blocks]) -> Iterator[Finding]:
-    """Reads the weights in other ways than the config states: none should explain the target's text better."""
-    surprise = torch.cat([blocks.surprise() for blocks in stated])
+@torch.no_grad()
+def check_probe(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", assistant: DFlashModel, probe: dict[str, Any]
+) -> Iterator[Finding]:
+    """Repeats what the drafter once made of an answer, and where that fails finds the reading that repeats it."""
+    ids, length = torch.tensor([probe["ids"]], device=model.device), probe["prompt_length"]
+    written = encode(tokenizer, probe["prompt"], chat=tokenizer.chat_template is not None)["input_ids"][0].tolist()
+    if written != probe["ids"][:length]:
+        here, there = tokenizer.decode(written), tokenizer.decode(probe["ids"][:length])
+        words = f"template mismatch: the drafter was trained on chats like {there!r}, this tokenizer writes {here!r}"
+        yield Finding("template", words, fault=True)
+    else:
+        yield Finding("template", "writes chats as the drafter was trained on them")
+    outputs = model(input_ids=ids, output_hidden_states=True, logits_to_keep=1)
+    answer = Answer(None, ids, length, outputs.hidden_states)
+    expected, tables = torch.tensor(probe["log_probs"], device=model.device), TargetTables(model)
 
-    def gain(variant: DFlashModel = assistant, **changes) -> float:
-        """Nats a token by which a variant explains the text better; 0 where that may be chance."""
-        other = torch.cat(
-            [draft_at(variant, tables, a, at, **changes).surprise() for a, at in zip(answers, anchors, strict=True)]
+    def error(variant: DFlashModel = assistant, **changes: int) -> float:
+        blocks = draft_at(variant, tables, answer, block_anchors(assistant, answer), **changes)
+        return (blocks.log_probs() - expected).abs().mean().item()
+
+    if (stated := error()) < PROBE_NATS:
+        yield Finding("probe", f"layers and rotations repeat it, to {stated:.0e} nats")
+        return
+    taps, base = assistant.config.target_layer_ids, assistant.config.rope_parameters["rope_theta"]  # type: ignore[index]
+    readings = {
+        f"off-by-one layers: the weights want target_layer_ids {[i + shift for i in taps]}, not {taps}": error(
+            layer_shift=shift
         )
-        gains = surprise - other
-        sure = gains.mean() > max(BETTER_NATS, BETTER_ERRORS * gains.std().item() / len(gains) ** 0.5)
-        return gains.mean().item() if sure else 0.0
-
-    ids, last = assistant.config.target_layer_ids, assistant.config.num_target_layers - 1
-    shifts = [shift for shift in (-1, 1) if 0 <= min(ids) + shift and max(ids) + shift < last]
-    nearer = {shift: nats for shift in shifts if (nats := gain(layer_shift=shift))}
-    if nearer:
-        moved = [i + max(nearer, key=nearer.__getitem__) for i in ids]
-        words = f"off-by-one layers: the weights fit target_layer_ids {moved}, the config states {ids}"
-        yield Finding("layers", words, fault=True)
-    else:
-        yield Finding("layers", f"{ids}: neighbours fit no better")
-    base = assistant.config.rope_parameters["rope_theta"]
-    better = {other: nats for other in ROPE_BASES if other != base and (nats := gain(with_rope(assistant, other)))}
-    if better:
-        fitting = max(better, key=better.__getitem__)
-        words = f"wrong rope base: the weights fit rope_theta {fitting:g} better than the stated {base:g}"
-        yield Finding("rope", words, fault=True)
-    else:
-        yield Finding("rope", f"base {base:g}: others fit no better")
-    if gain(lag=1):
-        words = "wrong anchor row: the weights fit contexts that come a position late"
-        yield Finding("anchor row", words, fault=True)
+        for shift in (-1, 1)
+        if 0 <= min(taps) + shift and max(taps) + shift < assistant.config.num_target_layers - 1
+    }
+    readings |= {
+        f"wrong rope base: the weights want rope_theta {other:g}, not {base:g}": error(with_rope(assistant, other))
+        for other in ROPE_BASES
+    }
+    readings["wrong anchor row: the weights want contexts a position late"] = error(lag=1)
+    words, nearest = min(readings.items(), key=lambda item: item[1])
+    if nearest >= PROBE_NATS:
+        words = "other weights than those it was made with, in the assistant or its target"
+    yield Finding("probe", f"{words} (off by {stated:.2f} nats)", fault=True)
 
 
 def with_rope(assistant: Any, base: float) -> DFlashModel:

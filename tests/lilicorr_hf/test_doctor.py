@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from lilicorr_hf import LiLiCorrDraftModel, cli, doctor
-from lilicorr_hf.doctor import PROMPTS, examine, read_answers
+from lilicorr_hf.doctor import PROMPTS, examine, read_answers, write_probe
 from lilicorr_hf.modeling import decoding_lilicorr
 from lilicorr_hf.modeling.target_lilicorr import tapped_states
 from lilicorr_hf.pairs import CHECKPOINTS
@@ -22,9 +22,9 @@ def answers(smollm2_pair):
     return read_answers(model, tokenizer, PROMPTS[:2], 40)
 
 
-def faults(smollm2, answers, assistant=None, folder=None) -> dict[str, str]:
+def faults(smollm2, answers, assistant=None) -> dict[str, str]:
     model, tokenizer, shipped = smollm2
-    findings = list(examine(model, tokenizer, assistant or shipped, answers, folder))
+    findings = list(examine(model, tokenizer, assistant or shipped, answers, CHECKPOINTS / "smollm2-135m"))
     return {finding.check: finding.words for finding in findings if finding.fault}
 
 
@@ -36,12 +36,13 @@ def changed(assistant, **config):
 
 
 def test_shipped_pair_is_healthy(smollm2, answers):
-    assert faults(smollm2, answers, folder=CHECKPOINTS / "smollm2-135m") == {}
+    assert faults(smollm2, answers) == {}
 
 
-def test_off_by_one_layers_in_the_config(smollm2, answers):
-    found = faults(smollm2, answers, changed(smollm2[2], target_layer_ids=[2, 15, 28]))
-    assert "off-by-one" in found["layers"] and "[1, 14, 27]" in found["layers"]
+@pytest.mark.parametrize("ids", [[2, 15, 28], [0, 13, 26]])
+def test_off_by_one_layers_in_the_config(smollm2, answers, ids):
+    found = faults(smollm2, answers, changed(smollm2[2], target_layer_ids=ids))
+    assert "off-by-one layers" in found["probe"] and f"[1, 14, 27], not {ids}" in found["probe"]
 
 
 def test_off_by_one_layers_in_the_reading(smollm2, answers, monkeypatch):
@@ -53,10 +54,23 @@ def test_off_by_one_layers_in_the_reading(smollm2, answers, monkeypatch):
     assert "off-by-one" in faults(smollm2, answers)["taps"]
 
 
-def test_wrong_rope_base(smollm2, answers):
-    rope = {"rope_type": "default", "rope_theta": 1e4}
+@pytest.mark.parametrize("base", [1e4, 1e6])
+def test_wrong_rope_base(smollm2, answers, base):
+    rope = {"rope_type": "default", "rope_theta": base}
     found = faults(smollm2, answers, changed(smollm2[2], rope_parameters=rope))
-    assert "wrong rope base" in found["rope"]
+    assert f"rope_theta 100000, not {base:g}" in found["probe"]
+
+
+def test_other_weights(smollm2, answers):
+    assistant = copy.deepcopy(smollm2[2])
+    with torch.no_grad():
+        assistant.norm.weight.mul_(1.5)
+    assert "other weights" in faults(smollm2, answers, assistant)["probe"]
+
+
+def test_half_precision_is_no_fault(smollm2, answers):
+    assistant = copy.deepcopy(smollm2[2]).to(torch.bfloat16)
+    assert "probe" not in faults(smollm2, answers, assistant)
 
 
 def test_wrong_anchor_row(smollm2, answers, monkeypatch):
@@ -76,13 +90,20 @@ def test_broken_weights(smollm2, answers, value, words):
     assert words in found["weights"]
 
 
-def test_template_mismatch(smollm2, tmp_path):
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    )
-    assert "template mismatch" in faults(smollm2, [], folder=tmp_path)["template"]
-    (tmp_path / "chat_template.jinja").write_text(smollm2[1].chat_template)
-    assert "template" not in faults(smollm2, [], folder=tmp_path)
+def test_template_mismatch(smollm2, answers):
+    tokenizer = copy.deepcopy(smollm2[1])
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    found = faults((smollm2[0], tokenizer, smollm2[2]), answers)
+    assert "template mismatch" in found["template"] and "[user] Write a Python" in found["template"]
+
+
+def test_probe_is_written_and_read(smollm2, answers, tmp_path):
+    model, tokenizer, assistant = smollm2
+    write_probe(model, tokenizer, assistant, tmp_path)
+    found = list(examine(model, tokenizer, assistant, answers[:1], tmp_path))
+    assert any(finding.check == "probe" and "repeat it" in finding.words for finding in found)
+    words = [f.words for f in examine(model, tokenizer, assistant, answers[:1]) if f.check == "probe"]
+    assert len(words) == 1 and "not checked" in words[0]
 
 
 def test_pair_that_does_not_fit_is_named(smollm2, answers):
