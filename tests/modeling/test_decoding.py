@@ -10,15 +10,14 @@ from calls import (
     GREEDY,
     Recorder,
     RecordingCriterion,
-    RecordingProcessor,
     assert_equal_caches,
     assert_equal_outputs,
     character_tokenizer,
+    watchers,
 )
 from tiny import AntiOracle, Oracle, tiny_assistant, tiny_target
 from transformers import (
     DynamicCache,
-    LogitsProcessorList,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -72,13 +71,9 @@ def test_processors_criteria_and_streamer_are_called_as_in_plain_decoding(target
     seen = []
 
     def make():
-        seen.append((RecordingProcessor(), RecordingCriterion(stop_at=18), Recorder()))
-        processor, criterion, streamer = seen[-1]
-        return {
-            "logits_processor": LogitsProcessorList([processor]),
-            "stopping_criteria": StoppingCriteriaList([criterion]),
-            "streamer": streamer,
-        }
+        arguments, watching = watchers(stop_at=18)
+        seen.append(watching)
+        return arguments
 
     plain, assisted = both(target, assistant, make=make)
     assert assisted.tolist() == plain.tolist() and plain.shape[1] == 18

@@ -7,15 +7,13 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
-    Recorder,
-    RecordingCriterion,
-    RecordingProcessor,
     assert_equal_caches,
     assert_equal_outputs,
     character_tokenizer,
+    watchers,
 )
 from tiny import FaultyOracle, tiny_assistant, tiny_target
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache
 
 import lilicorr_hf
 from lilicorr_hf import LiLiCorrDraftModel
@@ -146,13 +144,9 @@ def test_what_looks_at_the_whole_batch_sees_it_in_step(llama, by_row):
     seen = []
 
     def make():
-        seen.append((RecordingProcessor(), RecordingCriterion(stop_at=20), Recorder()))
-        processor, criterion, streamer = seen[-1]
-        return {
-            "logits_processor": LogitsProcessorList([processor]),
-            "stopping_criteria": StoppingCriteriaList([criterion]),
-            "streamer": streamer,
-        }
+        arguments, watching = watchers(stop_at=20)
+        seen.append(watching)
+        return arguments
 
     plain, assisted = llama.both(make=make, eos_token_id=[7, 11])
     assert assisted.tolist() == plain.tolist() and by_row == [False]

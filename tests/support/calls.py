@@ -1,10 +1,18 @@
 """Listening to `generate` calls, and comparing all that two of them return."""
 
 import functools
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, StaticCache, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -44,6 +52,17 @@ class RecordingCriterion(Recorder):
     def __call__(self, input_ids, scores, **kwargs):
         self.calls.append((input_ids.tolist(), None if scores is None else len(scores)))
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.stop_at)
+
+
+def watchers(stop_at: int) -> tuple[dict[str, Any], tuple[Recorder, ...]]:
+    """Arguments of `generate` that bring a processor, a criterion and a streamer of the caller's, and those three."""
+    processor, criterion, streamer = RecordingProcessor(), RecordingCriterion(stop_at=stop_at), Recorder()
+    arguments = {
+        "logits_processor": LogitsProcessorList([processor]),
+        "stopping_criteria": StoppingCriteriaList([criterion]),
+        "streamer": streamer,
+    }
+    return arguments, (processor, criterion, streamer)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

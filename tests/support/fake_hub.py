@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import yaml
+from servers import running
 
 
 TOKEN, USER = "hf_test_token_of_nobody", "nobody"
@@ -184,9 +184,5 @@ ROUTES = [
 @contextmanager
 def serving() -> Iterator[FakeHub]:
     hub = FakeHub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
-    thread.join()
+    with running(hub):
+        yield hub

@@ -13,26 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 ROWS, MAX_ANCHORS = 8, 6
 
 
-def write_small_run(folder: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
-    """The YAML file of a run of 4 steps with checkpoints and evaluations at 2 and 4; `changes` are of its options."""
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    prompts = [[1, 4, 6 + i, 20 + i] for i in range(ROWS)]
-    rows = [
-        {
-            "prompt_ids": prompt,
-            "response_ids": target.generate(torch.tensor([prompt]), max_new_tokens=16)[0, 4:].tolist(),
-        }
-        for prompt in prompts
-    ]
-    write_rows(folder / "answers.jsonl", rows)
-    write_rows(folder / "held_out.jsonl", [{"prompt": f"w{i} w{2 * i}"} for i in range(3)])
+def small_settings(target: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a run of seconds on a tiny target: 4 steps, with checkpoints and evaluations at 2 and 4."""
     settings = {
-        "target": str(folder / "target"),
+        "target": str(target),
         "target_dtype": "float32",
-        "output_dir": str(folder / "run"),
-        "train_files": [str(folder / "answers.jsonl")],
-        "eval_files": [str(folder / "held_out.jsonl")],
         "eval_max_new_tokens": 8,
         "mask_token_id": 63,
         "block_size": 5,
@@ -52,10 +37,28 @@ def write_small_run(folder: Path, target: PreTrainedModel, tokenizer: PreTrained
         "save_steps": 2,
         "bf16": False,
         "disable_tqdm": True,
-        "license": "apache-2.0",
-        "datasets": ["somebody/prompts"],
     }
+    return settings | changes
+
+
+def write_small_run(folder: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
+    """The YAML file of a run of 4 steps with checkpoints and evaluations at 2 and 4; `changes` are of its options."""
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    prompts = [[1, 4, 6 + i, 20 + i] for i in range(ROWS)]
+    rows = [
+        {
+            "prompt_ids": prompt,
+            "response_ids": target.generate(torch.tensor([prompt]), max_new_tokens=16)[0, 4:].tolist(),
+        }
+        for prompt in prompts
+    ]
+    write_rows(folder / "answers.jsonl", rows)
+    write_rows(folder / "held_out.jsonl", [{"prompt": f"w{i} w{2 * i}"} for i in range(3)])
     config = folder / "config.yaml"
+    files = {"train_files": [str(folder / "answers.jsonl")], "eval_files": [str(folder / "held_out.jsonl")]}
+    card = {"license": "apache-2.0", "datasets": ["somebody/prompts"]}
+    settings = small_settings(folder / "target", output_dir=str(folder / "run"), **files, **card)
     config.write_text(yaml.safe_dump(settings | changes))
     return config
 

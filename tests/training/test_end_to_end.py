@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from small_run import small_settings
 from typer.testing import CliRunner
 
 from lilicorr_hf import LiLiCorrDraftModel
@@ -29,37 +30,26 @@ def target_folder(model, tokenizer, tmp_path):
 
 @pytest.fixture
 def config_file(target_folder, prompts, tmp_path):
-    settings = {
-        "target": str(target_folder),
-        "target_dtype": "float32",
-        "output_dir": str(tmp_path / "run"),
-        "train_files": [str(tmp_path / "answers.jsonl.gz")],
-        "eval_files": [str(prompts)],
-        "eval_prompts": 4,
-        "mask_token_id": 63,
-        "block_size": 5,
-        "num_layers": 2,
-        "target_layer_ids": [0],
-        "candidate_topk": 3,
-        "head_hidden_size": 16,
-        "head_num_heads": 2,
-        "factor_dim": 12,
-        "per_device_train_batch_size": 4,
-        "max_anchors": 8,
-        "packing": True,
-        "max_length": 100,
-        "max_steps": 10,
-        "logging_steps": 10,
-        "eval_strategy": "steps",
-        "eval_steps": 30,
-        "save_strategy": "steps",
-        "save_steps": 30,
-        "metric_for_best_model": "tau",
-        "greater_is_better": True,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    settings = small_settings(
+        target_folder,
+        output_dir=str(tmp_path / "run"),
+        train_files=[str(tmp_path / "answers.jsonl.gz")],
+        eval_files=[str(prompts)],
+        eval_prompts=4,
+        eval_max_new_tokens=64,
+        max_anchors=8,
+        packing=True,
+        max_length=100,
+        max_steps=10,
+        logging_steps=10,
+        eval_steps=30,
+        save_steps=30,
+        metric_for_best_model="tau",
+        greater_is_better=True,
+        bf16=True,
+        use_cpu=True,
+        report_to="none",
+    )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from small_run import small_settings
 from tiny import tiny_target
 from torch.testing import assert_close
 
@@ -31,32 +32,18 @@ def recipe(tokenizer, tmp_path_factory):
     rows = [{"prompt_ids": row[:4], "response_ids": row[4 : 14 + 2 * i]} for i, row in enumerate(ids)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3"}) + "\n")
-    settings = {
-        "target": str(folder / "target"),
-        "target_dtype": "float32",
-        "train_files": [str(folder / "rows.jsonl")],
-        "eval_files": [str(folder / "prompts.jsonl")],
-        "eval_max_new_tokens": 8,
-        "mask_token_id": 63,
-        "block_size": 5,
-        "num_layers": 2,
-        "target_layer_ids": [0, 2],
-        "candidate_topk": 3,
-        "head_hidden_size": 16,
-        "head_num_heads": 2,
-        "factor_dim": 12,
-        "max_anchors": 8,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    settings = small_settings(
+        folder / "target",
+        train_files=[str(folder / "rows.jsonl")],
+        eval_files=[str(folder / "prompts.jsonl")],
+        target_layer_ids=[0, 2],
+        max_anchors=8,
+        max_steps=3,
+        use_cpu=True,
+        report_to="none",
+    )
+    # Every launch says itself how the eight rows are split.
+    del settings["per_device_train_batch_size"]
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -1,13 +1,13 @@
 """A stub server's answers become rows, and its failures leave none."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from regeneration import WORDS, arguments, read_rows, write_rows
+from servers import running
 
 from lilicorr_hf.training.conversations import render
 from lilicorr_hf.training.regenerate import RegenerateArguments, regenerate
@@ -52,12 +52,8 @@ def server(monkeypatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     made = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     made.failures, made.bodies = 0, []
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    with running(made):
+        yield made
 
 
 def served(server: ThreadingHTTPServer, tmp_path: Path, contents: list[str], **changes) -> RegenerateArguments:
