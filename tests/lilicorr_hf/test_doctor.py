@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lilicorr_hf import LiLiCorrDraftModel, cli, doctor
 from lilicorr_hf.doctor import PROMPTS, examine, read_answers, write_probe
-from lilicorr_hf.modeling import decoding_lilicorr
+from lilicorr_hf.modeling import drafting_lilicorr
 from lilicorr_hf.modeling.target_lilicorr import tapped_states
 from lilicorr_hf.pairs import CHECKPOINTS
 
@@ -75,8 +75,8 @@ def test_half_precision_is_no_fault(smollm2, answers):
 
 def test_wrong_anchor_row(smollm2, answers, monkeypatch):
     """A loop that hands over each state a position late."""
-    original = decoding_lilicorr.tapped_states
-    monkeypatch.setattr(decoding_lilicorr, "tapped_states", lambda *args: original(*args).roll(1, dims=1))
+    original = drafting_lilicorr.tapped_states
+    monkeypatch.setattr(drafting_lilicorr, "tapped_states", lambda *args: original(*args).roll(1, dims=1))
     assert "wrong anchor row" in faults(smollm2, answers)["cached drafts"]
 
 

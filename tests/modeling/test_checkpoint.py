@@ -285,6 +285,7 @@ def test_saved_folder_carries_its_code(folder):
         "cache_lilicorr.py",
         "configuration_lilicorr.py",
         "decoding_lilicorr.py",
+        "drafting_lilicorr.py",
         "generation_lilicorr.py",
         "hook_lilicorr.py",
         "lanes_lilicorr.py",
