@@ -186,10 +186,10 @@ class BlockDataset(Dataset):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def written_ids(self) -> Iterator[int]:
-        """Every token that the target wrote."""
+    def written_ids(self) -> Iterator[list[int]]:
+        """The tokens that the target wrote, of each example."""
         for example in self.examples:
-            yield from itertools.compress(example.input_ids, example.loss_mask)
+            yield list(itertools.compress(example.input_ids, example.loss_mask))
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         example = self.examples[index]

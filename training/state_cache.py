@@ -6,7 +6,7 @@ Shapes: `n` tokens of a row, `L` tapped layers, `M` hidden width of the target.
 
 import hashlib
 import json
-import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from typing import IO
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 # Bytes of the disk that are left alone.
 RESERVE = 2 * 1024**3
@@ -70,7 +71,7 @@ class TargetStateCache:
     def add(self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: torch.Tensor) -> None:
         """Keeps the states `[n, (L + 1) * M]` of such a row; not any more once the disk is nearly full."""
         if shutil.disk_usage(self.folder).free < RESERVE:
-            logger.warning("%s is nearly full: the states of further rows are not kept.", self.folder)
+            logger.warning_once(f"{self.folder} is nearly full: the states of further rows are not kept.")
             return
         if self._own is None:
             self._own = self._open()
@@ -87,7 +88,10 @@ class TargetStateCache:
     def _check(self, ours: dict) -> None:
         path = self.folder / "meta.json"
         if not path.exists():
-            path.write_text(json.dumps(ours))
+            # Processes that start together all write the same, and none reads half of it.
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+                json.dump(ours, file)
+            os.replace(file.name, path)
         theirs = json.loads(path.read_text())
         if different := [name for name in ours if ours[name] != theirs.get(name)]:
             found = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} here" for name in different)

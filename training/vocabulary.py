@@ -63,11 +63,13 @@ class Vocabulary:
     Args:
         vocab_size (`int`): `V`.
         size (`int`): tokens of a step, labels not counted; `V` or more for the whole vocabulary.
-        token_ids (iterable of `int`): of the training text, to count.
+        texts (iterable of lists of `int`): token ids of the training text, to count.
     """
 
-    def __init__(self, vocab_size: int, size: int, token_ids: Iterable[int]):
-        counts = torch.bincount(torch.tensor(list(token_ids)), minlength=vocab_size)
+    def __init__(self, vocab_size: int, size: int, texts: Iterable[list[int]]):
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for token_ids in texts:
+            counts += torch.bincount(torch.tensor(token_ids, dtype=torch.long), minlength=vocab_size)
         self.size = min(size, vocab_size)
         self.frequent = torch.zeros(vocab_size, dtype=torch.bool)
         self.frequent[counts.argsort(descending=True, stable=True)[: self.size // 2]] = True

@@ -15,12 +15,12 @@ def tables():
 
 
 def test_all_tokens_need_no_drawing():
-    assert Vocabulary(64, 64, [1, 2]).draw(torch.tensor([3])) is None
-    assert Vocabulary(64, 1000, [1, 2]).draw(torch.tensor([3])) is None
+    assert Vocabulary(64, 64, [[1, 2]]).draw(torch.tensor([3])) is None
+    assert Vocabulary(64, 1000, [[1, 2]]).draw(torch.tensor([3])) is None
 
 
 def test_a_draw_holds_frequent_tokens_and_labels_once():
-    vocabulary = Vocabulary(64, 16, [5] * 9 + [7] * 8 + [9] * 2)
+    vocabulary = Vocabulary(64, 16, [[5] * 9 + [7] * 5, [7] * 3 + [9] * 2])
     labels = torch.tensor([[7, 60], [61, 60]])
     drawn = vocabulary.draw(labels)
     ids = drawn.token_ids.tolist()
@@ -33,7 +33,7 @@ def test_a_draw_holds_frequent_tokens_and_labels_once():
 
 def test_normaliser_is_right_on_average(tables):
     torch.manual_seed(0)
-    vocabulary = Vocabulary(64, 24, range(10))
+    vocabulary = Vocabulary(64, 24, [list(range(10))])
     states, labels = 0.3 * torch.randn(6, 32), torch.randint(0, 64, (6,))
     whole = tables.logits(states).exp().sum(dim=-1)
     estimates = [vocabulary.draw(labels).logits(tables, states).exp().sum(dim=-1) for _ in range(3000)]
@@ -45,7 +45,7 @@ def test_drawing_all_others_is_the_full_softmax(tables):
     torch.manual_seed(0)
     states, labels = torch.randn(6, 32), torch.randint(0, 64, (6,))
     target = torch.randn(6, 32)
-    drawn = Vocabulary(64, 62, range(10)).draw(torch.arange(64))
+    drawn = Vocabulary(64, 62, [list(range(10))]).draw(torch.arange(64))
     found = []
     for vocabulary in (None, drawn):
         hidden = states.clone().requires_grad_()
