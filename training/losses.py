@@ -126,3 +126,11 @@ def margin_hinge(scores: torch.Tensor, truth_index: torch.Tensor, margin: float)
 def prefix_length(hit: torch.Tensor) -> torch.Tensor:
     """Length `[*]` of the leading run of `hit [*, S]`: drafted tokens the target would accept."""
     return hit.cumprod(dim=-1).sum(dim=-1)
+
+
+def pair_interaction(pair_scores: torch.Tensor) -> torch.Tensor:
+    """What scores `[*, S - 1, K, K]` say about pairs, `[*]`: their standard deviation beyond what each of the two
+    candidates gets whatever stands beside it, averaged over slots."""
+    rows, columns = pair_scores.mean(dim=-1, keepdim=True), pair_scores.mean(dim=-2, keepdim=True)
+    both = pair_scores.mean(dim=(-2, -1), keepdim=True)
+    return (pair_scores - rows - columns + both).std(dim=(-2, -1)).mean(dim=-1)

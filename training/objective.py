@@ -251,15 +251,7 @@ def training_loss(
     k, block_size = config.candidate_topk, block_size or config.block_size
     where = (batch.position_ids, batch.anchors, batch.keep)
     labels = slot_labels(batch.input_ids, batch.loss_mask, *where, block_size - 1)
-    # Kernels of flex attention exist for GPUs and heads of at least 16; elsewhere the dense mask gives the same.
-    tiled = batch.input_ids.is_cuda and config.head_dim >= 16
-    blocks = pack_blocks(batch.input_ids, *where, block_size, model.mask_token_id, tiled)
-    output = (model if forward is None else forward)(
-        noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
-        context_hidden_states=batch.target_states.to(model.dtype),
-        attention_mask=blocks.attention_mask,
-        position_ids=blocks.position_ids,
-    )
+    output = draft_blocks(model, tables, batch, block_size, model if forward is None else forward)
     hidden = output.last_hidden_state.unflatten(1, (-1, block_size))[:, :, 1:].contiguous()
     clock.mark("drafter")
     clock.mark_gradient(hidden, "lm_head")
@@ -273,17 +265,9 @@ def training_loss(
         vocabulary.draw(labels.ids) if vocabulary is not None else None,
         slot_states(batch, shape[-1]).flatten(0, 2) if objective.distillation else None,
     )
-    cross_entropy = predictions.cross_entropy.view(shape)
     clock.mark("lm_head")
 
-    weights = drafter_weights(objective, labels.supervised, cross_entropy)
-    parts = 1 if share.weight_total is not None else share.micro_batches
-    total = share.reduce(weights.sum()) if share.weight_total is None else share.weight_total
-    learned = cross_entropy.lerp(predictions.divergence.view(shape), objective.distillation)
-    loss = losses.block_loss(learned, weights, total) * (share.processes / parts)
-    step = StepLoss(loss, parts={"dflash": losses.block_loss(cross_entropy, weights).detach()})
-    if objective.distillation:
-        step.parts["divergence"] = masked_mean(predictions.divergence.detach().view(shape), labels.supervised)
+    step = drafter_step(objective, share, labels.supervised, predictions)
     candidate_ids, log_probs = predictions.candidate_ids.view(*shape, k), predictions.log_probs.view(*shape, k)
     truth_index = index_of(labels.ids, candidate_ids)
     complete = labels.supervised.all(dim=-1)
@@ -305,6 +289,43 @@ def training_loss(
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
     step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
     step.metrics["complete_blocks"] = complete.sum()
+    return step
+
+
+def draft_blocks(
+    model: DFlashModel,
+    tables: TargetTables,
+    batch: TrainingBatch,
+    block_size: int,
+    forward: Callable[..., DFlashOutput],
+) -> DFlashOutput:
+    """The drafter's pass over all blocks of a batch, whose states are `[b, N * B, M]`."""
+    # Kernels of flex attention exist for GPUs and heads of at least 16; elsewhere the dense mask gives the same.
+    tiled = batch.input_ids.is_cuda and model.config.head_dim >= 16
+    where = (batch.position_ids, batch.anchors, batch.keep)
+    blocks = pack_blocks(batch.input_ids, *where, block_size, model.mask_token_id, tiled)
+    return forward(
+        noise_embeds=tables.embed(blocks.input_ids).detach().to(model.dtype),
+        context_hidden_states=batch.target_states.to(model.dtype),
+        attention_mask=blocks.attention_mask,
+        position_ids=blocks.position_ids,
+    )
+
+
+def drafter_step(
+    objective: Objective, share: Share, supervised: torch.Tensor, predictions: SlotPredictions
+) -> StepLoss:
+    """`L_DFlash` of the slots `supervised [b, N, S]`, as their share of the optimizer step."""
+    cross_entropy = predictions.cross_entropy.view(supervised.shape)
+    divergence = predictions.divergence.view(supervised.shape)
+    weights = drafter_weights(objective, supervised, cross_entropy)
+    parts = 1 if share.weight_total is not None else share.micro_batches
+    total = share.reduce(weights.sum()) if share.weight_total is None else share.weight_total
+    learned = cross_entropy.lerp(divergence, objective.distillation)
+    step = StepLoss(losses.block_loss(learned, weights, total) * (share.processes / parts))
+    step.parts["dflash"] = losses.block_loss(cross_entropy, weights).detach()
+    if objective.distillation:
+        step.parts["divergence"] = masked_mean(divergence.detach(), supervised)
     return step
 
 
@@ -385,10 +406,7 @@ def add_head_terms(
     step.metrics["slot_accuracy"] = masked_mean(scores.argmax(dim=-1) == truth_index, supervised)
     spread = (start.detach().std(dim=-1) + pair.detach().std(dim=(-2, -1)).mean(dim=-1)) / 2
     step.metrics["factor_spread"] = masked_mean(spread, supervised[..., 0])
-    # What a score says about the pair, beyond what its two candidates get whatever stands beside them.
-    scored = pair.detach()
-    interaction = scored - scored.mean(dim=-1, keepdim=True) - scored.mean(dim=-2, keepdim=True)
-    interaction = (interaction + scored.mean(dim=(-2, -1), keepdim=True)).std(dim=(-2, -1)).mean(dim=-1)
+    interaction = losses.pair_interaction(pair.detach())
     step.metrics["pair_interaction"] = masked_mean(interaction, supervised[..., 0])
 
 
