@@ -29,7 +29,7 @@ class ModelArguments:
     head_num_layers: int = option(2, "Layers of the head.")
     head_num_heads: int = option(4, "Attention heads of the head.")
     factor_dim: int = option(256, "Dimension of the in and out vectors.")
-    warm_start: bool = option(True, "Start a new drafter from the target's last layers where the shapes allow it.")
+    warm_start: bool = option(True, "Start a new drafter from the target's last layers, and a new head balanced.")
 
 
 @dataclass
@@ -74,7 +74,6 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     target_cache: str | None = option(None, "Folder that keeps the target's states for later epochs and runs.")
     slot_chunk_size: int = option(1024, "Slots whose logits, and lattices, exist at a time.")
     slot_vocabulary: int | None = option(None, "Tokens that compete for a slot in a step; nothing for all of them.")
-    drafter_first: float = option(0.0, "Share of the run that trains the drafter alone, before the head joins.")
     short_blocks: float = option(0.0, "Share of the run, from its start, on blocks of half the size.")
     cross_entropy: float = option(0.25, "Weight of the head's cross-entropy.")
     distractor: float = option(0.25, "Weight of the target-weighted distractor penalty.")

@@ -23,7 +23,7 @@ from .options import changed
 from .packing import pack
 from .provenance import Provenance, command_line, hub_id
 from .trainer import LiLiCorrTrainer
-from .warm_start import start_from_target
+from .warm_start import warm_start
 
 
 ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
@@ -106,12 +106,16 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
     )
 
 
-def load_model(args: ModelArguments, target: PreTrainedModel) -> DFlashModel:
-    """The model to train in fp32: a checkpoint to go on from, or a new one."""
+def load_model(args: ModelArguments, target: PreTrainedModel) -> tuple[DFlashModel, set[str]]:
+    """The model to train in fp32, a checkpoint to go on from or a new one, and names of the tensors that are new."""
     model_class = METHODS[args.method]
-    if args.assistant is not None:
-        return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32, init_head=True)
-    return model_class(new_config(args, target.config))
+    if args.assistant is None:
+        model = model_class(new_config(args, target.config))
+        return model, set(model.state_dict())
+    model, info = model_class.from_pretrained(
+        resolve_assistant(args.assistant), dtype=torch.float32, init_head=True, output_loading_info=True
+    )
+    return model, set(info["missing_keys"])
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
@@ -138,13 +142,13 @@ def new_trainer(
     """
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
-    model = load_model(model_args, target)
+    model, new = load_model(model_args, target)
     train_rows = {file: read_files([file]) for file in data_args.train_files}
     all_rows = itertools.chain.from_iterable(train_rows.values())
     examples = read_examples(all_rows, tokenizer, data_args.max_length, model.config.block_size)
     examples, held_out = split_held_out(examples, data_args.held_out)
-    if model_args.assistant is None and model_args.warm_start:
-        start_from_target(model, target, torch.tensor([examples[0].input_ids]))
+    if model_args.warm_start:
+        warm_start(model, new, target, torch.tensor([examples[0].input_ids]))
     rows = pack(examples, data_args.max_length) if data_args.packing else examples
     return LiLiCorrTrainer(
         model=model,

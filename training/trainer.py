@@ -226,7 +226,7 @@ class LiLiCorrTrainer(PublishingTrainer):
                 forward=model,
                 vocabulary=self.vocabulary,
                 block_size=self.block_size,
-                with_head=self.args.train_head and self.elapsed >= self.args.drafter_first,
+                with_head=self.args.train_head,
                 clock=self.clock,
             )
         self.note(step, batch)

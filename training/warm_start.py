@@ -1,15 +1,35 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""A drafter that starts as its target's last layers instead of noise, which saves most of the early training.
+"""A drafter that starts as its target's last layers instead of noise, which saves most of the early training, and a
+head that starts with an eye for tokens.
 
 Shapes: `n` tokens, `M` hidden width, `L` tapped layers, `d` head dimension.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead
+from lilicorr_hf.modeling.target_lilicorr import TargetTables
+
+
+def warm_start(model: DFlashModel, new: Container[str], target: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Starts what no checkpoint brought: the drafter from the target's layers, the head balanced.
+
+    Args:
+        model ([`DFlashModel`]): changed in place.
+        new (container of `str`): names of its tensors that are new.
+        target, input_ids: as in [`start_from_target`].
+    """
+    if "fc.weight" in new:
+        start_from_target(model, target, input_ids)
+    if isinstance(model, LiLiCorrDraftModel) and "lilicorr.out_head.weight" in new:
+        embeddings = TargetTables(target).embed(torch.arange(model.config.vocab_size, device=target.device))
+        balance_head(model.lilicorr, embeddings, model.norm.weight)
 
 
 @torch.no_grad()
@@ -48,6 +68,32 @@ def start_from_target(drafter: DFlashModel, target: PreTrainedModel, input_ids: 
     copy_weight(drafter.hidden_norm, following.input_layernorm, "hidden_norm")
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+
+
+@torch.no_grad()
+def balance_head(head: LiLiCorrHead, embeddings: torch.Tensor, state_scale: torch.Tensor) -> None:
+    """Lets a candidate's token and its slot's state enter a new head at the same size, 1.
+
+    The usual start, every weight from N(0, 0.02), leaves the token at a few percent of the state, the same for all
+    candidates of a slot: the head then learns the drafter's rank first, and pairs of tokens late. Vectors whose cosine
+    is the score start at the size of what they are made from.
+
+    Args:
+        head ([`LiLiCorrHead`]): changed in place.
+        embeddings (`torch.Tensor` of shape `[V, M]`): the target's, as it calls them.
+        state_scale (`torch.Tensor` of shape `[M]`): weight of the norm that slot states leave the drafter through.
+    """
+    if isinstance(head.token_proj, nn.Linear):
+        spread(head.token_proj, embeddings)
+    spread(head.pass_hidden_proj, state_scale)
+    for linear in (head.factor_input_proj, head.out_head, head.in_head, head.anchor_out_head):
+        spread(linear, torch.ones(1))
+
+
+def spread(linear: nn.Linear, inputs: torch.Tensor) -> None:
+    """Draws the weights anew so that inputs of this root mean square leave at 1."""
+    size = inputs.float().pow(2).mean().sqrt().item()
+    linear.weight.normal_(0.0, linear.in_features**-0.5 / size)
 
 
 def copy_weight(module: Any, source: Any, name: str) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny import tiny_assistant, tiny_target
 
-from lilicorr_hf.training.warm_start import start_from_target
+from lilicorr_hf.modeling.target_lilicorr import TargetTables
+from lilicorr_hf.training.warm_start import balance_head, start_from_target, warm_start
 
 
 def test_layers_come_from_the_end_of_the_target():
@@ -38,3 +39,23 @@ def test_other_geometry_is_named():
     target, drafter = tiny_target("llama").float(), tiny_assistant(intermediate_size=40)
     with pytest.raises(ValueError, match="mlp.gate_proj.*48.*40"):
         start_from_target(drafter, target, torch.randint(1, 64, (1, 20)))
+
+
+def test_tokens_and_states_enter_the_head_at_one_size():
+    target, model = tiny_target("llama").float(), tiny_assistant(head_hidden_size=64)
+    tables = TargetTables(target)
+    balance_head(model.lilicorr, tables.embed(torch.arange(64)), model.norm.weight)
+    states = model.norm(torch.randn(500, 32))
+    for term in (model.lilicorr.token_proj(tables.embed(torch.arange(64))), model.lilicorr.pass_hidden_proj(states)):
+        assert 0.8 < term.pow(2).mean().sqrt() < 1.25
+
+
+def test_only_what_is_new_is_started():
+    target, model = tiny_target("llama").float(), tiny_assistant()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    head = {name for name in before if name.startswith("lilicorr.")}
+    warm_start(model, head, target, torch.randint(1, 64, (1, 20)))
+    changed = {name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])}
+    assert changed and changed <= head
+    warm_start(model, set(), target, torch.randint(1, 64, (1, 20)))
+    assert changed == {name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])}
