@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel
 
-from .architectures import Architectures
+from .architectures import DRAFTERS, Architectures
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.generation_lilicorr import Recording, record
 from .modeling.hook_lilicorr import attach, install_hook, stock_loop, uninstall_hook
@@ -23,16 +23,17 @@ from .targets import fetch_target
 if TYPE_CHECKING:
     from .modeling.decoding_lilicorr import block_decoding
     from .modeling.modeling_dflash import DFlashModel, DraftOutput
+    from .modeling.modeling_dflash2 import DFlash2Model
+    from .modeling.modeling_domino import DominoModel
+    from .modeling.modeling_dspark import DSparkModel
     from .modeling.modeling_lilicorr import LiLiCorrDraftModel, LiLiCorrHead
     from .pairs import load_pair
 
 __version__ = version("lilicorr_hf")
 
 # Imported when first asked for: they bring along what transformers itself only loads with its first model.
-LAZY = {
-    "DFlashModel": "modeling.modeling_dflash",
+LAZY = DRAFTERS | {
     "DraftOutput": "modeling.modeling_dflash",
-    "LiLiCorrDraftModel": "modeling.modeling_lilicorr",
     "LiLiCorrHead": "modeling.modeling_lilicorr",
     "block_decoding": "modeling.decoding_lilicorr",
     "load_pair": "pairs",
@@ -51,7 +52,10 @@ AutoModel.register(LiLiCorrConfig, Architectures())
 LiLiCorrConfig.register_for_auto_class()
 
 __all__ = [
+    "DFlash2Model",
     "DFlashModel",
+    "DSparkModel",
+    "DominoModel",
     "DraftOutput",
     "Lattice",
     "LiLiCorrConfig",

@@ -1,23 +1,36 @@
 """What `AutoModel` finds under the model type `lilicorr`."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
+
+
+# Model class -> its module: drafters with and without a head, the default first.
+DRAFTERS = {
+    "LiLiCorrDraftModel": "modeling.modeling_lilicorr",
+    "DFlashModel": "modeling.modeling_dflash",
+    "DominoModel": "modeling.modeling_domino",
+    "DSparkModel": "modeling.modeling_dspark",
+    "DFlash2Model": "modeling.modeling_dflash2",
+}
+
+
+def drafter_class(name: str) -> type:
+    """The model class of that name, imported when first asked for."""
+    return getattr(import_module(f".{DRAFTERS[name]}", __package__), name)
 
 
 class Architectures(tuple):
     """The classes that a config's `architectures` may name, the first by default; imported when first looked at.
 
-    `AutoModel` takes a tuple where one model type has several architectures: with a head and without.
+    `AutoModel` takes a tuple where one model type has several architectures.
     """
 
     def __iter__(self) -> Iterator[type]:
-        from .modeling.modeling_dflash import DFlashModel
-        from .modeling.modeling_lilicorr import LiLiCorrDraftModel
-
-        return iter((LiLiCorrDraftModel, DFlashModel))
+        return map(drafter_class, DRAFTERS)
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(iter(self))[index]
 
     def __len__(self) -> int:
-        return 2
+        return len(DRAFTERS)

@@ -134,7 +134,7 @@ def draft_at(
     )
     logits = tables.logits(output.last_hidden_state)[:, 1:]
     truth = answer.ids[0, rows + block[1:]]
-    return Blocks(logits, assistant.choose(logits, output, tables), truth)
+    return Blocks(logits, assistant.choose(logits, output, anchor_ids, tables), truth)
 
 
 def write_probe(

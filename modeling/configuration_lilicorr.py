@@ -19,7 +19,14 @@ SERVED_HEAD_FIELDS = {
     "lilicorr_vector_eps": "vector_eps",
     "lilicorr_logit_scale": "logit_scale",
 }
-SERVED_DRAFTER_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+SERVED_DRAFTER_FIELDS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "conv_kernel_size",
+    "conv_group_size",
+)
 # They change the scores but not a single tensor shape, so a wrong default would never be noticed.
 SCORE_FIELDS = ("vector_eps", "logit_scale")
 
@@ -61,6 +68,15 @@ class LiLiCorrConfig(Qwen3Config):
         logit_scale (`float`): scale of a cosine in the scores, `sigma` in equation 1 of the paper.
         sampled_walk (`bool`): whether sampling targets get drafts drawn at their temperature, verified against what
             they were drawn from, instead of the greedy walk. Either way is exact.
+        conv_kernel_size (`int`): taps of the convolutions around the drafter's sublayers; 0 for none.
+        conv_group_size (`int`): channels that share one of their dynamic kernels; 0 for none.
+        gru_hidden_dim (`int`): state of a [`DominoModel`]'s recurrent cell.
+        emb_dim (`int`): rank of its correction.
+        pure_draft_prefix_len (`int`): first drafts that it leaves to the drafter.
+        shift_label (`bool`): whether row `i` of its block predicts the token after it, the anchor's row the first one.
+        markov_rank (`int`): rank of a [`DSparkModel`]'s head.
+        markov_head_type (`str`): its variant: vanilla, gated or rnn.
+        selector_rank (`int`): rank of a [`DFlash2Model`]'s candidate selector.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -90,6 +106,16 @@ class LiLiCorrConfig(Qwen3Config):
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
 
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+    pure_draft_prefix_len: int = 1
+    shift_label: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    selector_rank: int = 256
+
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:
             self.target_layer_ids = capture_layer_ids(self.num_target_layers, self.num_hidden_layers)
@@ -112,6 +138,15 @@ class LiLiCorrConfig(Qwen3Config):
                 f"`mask_token_id` {self.mask_token_id} is outside the target's embedding table of {self.vocab_size} "
                 "rows. Choose an unused token of the target's vocabulary."
             )
+
+    def validate_convolution(self):
+        taps, group = self.conv_kernel_size, self.conv_group_size
+        if (taps == 0) != (group == 0):
+            raise ValueError(
+                f"`conv_kernel_size` {taps} and `conv_group_size` {group} go together; give both or none."
+            )
+        if group and self.hidden_size % group:
+            raise ValueError(f"`hidden_size` {self.hidden_size} is not a multiple of `conv_group_size` {group}.")
 
     def validate_taps(self):
         ids, n = self.target_layer_ids, self.num_target_layers
@@ -186,9 +221,6 @@ def refuse_unsupported(dflash_config: dict[str, Any]) -> None:
         raise ValueError(f"`projector_type` {projector!r} is not supported; supported are 'dflash' and 'lilicorr'.")
     if dflash_config.get("causal"):
         raise ValueError("Causal draft attention (`causal: true`) is not supported; blocks are bidirectional.")
-    conv = [name for name in ("conv_kernel_size", "conv_group_size") if dflash_config.get(name) is not None]
-    if conv:
-        raise ValueError(f"The convolutional variant is not supported: the checkpoint sets {conv}.")
 
 
 def read_rope(config_dict: dict[str, Any]) -> dict[str, Any]:

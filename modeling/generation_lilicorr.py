@@ -173,7 +173,7 @@ class BlockDrafting:
         self.tables = TargetTables(target)
         self.cache = DFlashCache(config=drafter.config)
         self.max_length = generation_config.max_length
-        self.max_drafted = drafter.config.num_slots
+        self.max_drafted = drafter.num_drafted
         if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
             self.max_drafted = min(self.max_drafted, generation_config.num_assistant_tokens)
         # The caller's own request for all states cannot be narrowed down to ours.

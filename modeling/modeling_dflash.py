@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import initialization as init
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -29,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import ModelOutput
 
 from .configuration_lilicorr import LiLiCorrConfig
+from .convolution_lilicorr import BlockConvolution
 from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook
@@ -124,9 +126,24 @@ class DFlashAttention(Qwen3Attention):
 
 
 class DFlashDecoderLayer(Qwen3DecoderLayer):
+    """A decoder layer of the block; with `conv_kernel_size`, each sublayer stands between two convolutions."""
+
     def __init__(self, config: LiLiCorrConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.self_attn = DFlashAttention(config, layer_idx)
+        convolved = config.conv_kernel_size > 0
+        self.attention_conv = BlockConvolution(config) if convolved else None
+        self.mlp_conv = BlockConvolution(config) if convolved else None
+
+    def forward(self, hidden_states: torch.Tensor, block_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(hidden_states, **kwargs)
+        normed = self.input_layernorm(hidden_states)
+        before, after = self.attention_conv(normed, block_size)
+        hidden_states = hidden_states + after(self.self_attn(hidden_states=before(normed), **kwargs)[0])
+        normed = self.post_attention_layernorm(hidden_states)
+        before, after = self.mlp_conv(normed, block_size)
+        return hidden_states + after(self.mlp(before(normed)))
 
 
 class DFlashPreTrainedModel(Qwen3PreTrainedModel):
@@ -136,6 +153,15 @@ class DFlashPreTrainedModel(Qwen3PreTrainedModel):
     model_tags = ["dflash", "draft-model", "lilicorr", "speculative-decoding"]
     _no_split_modules = ["DFlashDecoderLayer"]
     _can_record_outputs = {"hidden_states": DFlashDecoderLayer, "attentions": DFlashAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, BlockConvolution):
+            # At first the row itself passes, unchanged.
+            init.zeros_(module.base_kernel)
+            init.ones_(module.base_kernel[:, 0])
+            init.zeros_(module.kernel_projection.weight)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, init_head: bool = False, **kwargs):
@@ -179,6 +205,14 @@ class DFlashModel(DFlashPreTrainedModel):
     """
 
     has_head = False
+    # Rows of the block that predict the drafts; the anchor's predicts nothing here.
+    slot_rows = slice(1, None)
+
+    @property
+    def num_drafted(self) -> int:
+        """Most tokens of one draft."""
+        return self.config.num_slots
+
     # The drafter of a checkpoint that also holds a head may be loaded alone.
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?lilicorr\."]
 
@@ -203,6 +237,7 @@ class DFlashModel(DFlashPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: DFlashCache | None = None,
+        block_size: int | None = None,
         **kwargs,
     ) -> DFlashOutput:
         r"""
@@ -216,6 +251,7 @@ class DFlashModel(DFlashPreTrainedModel):
             attention_mask (`torch.Tensor`): 2-D over cache, context rows and block (0 at padding), or 4-D as is.
             position_ids (`torch.LongTensor` of shape `[b, c + B]`): of the context rows and the block.
             cache ([`DFlashCache`]): keys and values of earlier context rows; receives the new rows and the block.
+            block_size (`int`): rows of a packed block, if they are not the configured ones.
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
         if position_ids is None:
@@ -235,6 +271,7 @@ class DFlashModel(DFlashPreTrainedModel):
                 attention_mask=attention_mask,
                 position_embeddings=position_embeddings,
                 cache=cache,
+                block_size=block_size,
             )
         return DFlashOutput(last_hidden_state=self.norm(hidden_states), cache=cache, context_hidden_states=context)
 
@@ -275,18 +312,22 @@ class DFlashModel(DFlashPreTrainedModel):
         )
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
-        logits = tables.logits(output.last_hidden_state)[:, 1:]
-        return self.choose(logits, output, tables, process, temperature)
+        logits = tables.logits(output.last_hidden_state)[:, self.slot_rows]
+        return self.choose(logits, output, anchor_ids, tables, process, temperature)
 
     def choose(
         self,
         logits: torch.Tensor,
         output: DFlashOutput,
+        anchor_ids: torch.Tensor,
         tables: TargetTables,
         process: Callable[..., torch.Tensor] | None = None,
         temperature: float | None = None,
     ) -> DraftOutput:
-        """Commits a token to each slot given the slots' logits `[b, S, V]`: here its most probable one, always."""
+        """Commits a token to each slot given the slots' logits `[b, S, V]`: here its most probable one, always.
+
+        Other arguments as in [`DFlashModel.draft`], which calls it.
+        """
         best = logits.max(dim=-1)
         finite = best.values.isfinite().all(dim=-1)
         if process is None:

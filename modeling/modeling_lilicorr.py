@@ -12,16 +12,9 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_lilicorr import LiLiCorrConfig
-from .lattice_lilicorr import (
-    Lattice,
-    candidate_features,
-    candidate_pool,
-    greedy_walk,
-    lattice_scores,
-    processed_walk,
-    sampled_walk,
-)
-from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
+from .lattice_lilicorr import Lattice, candidate_features, candidate_pool, lattice_scores
+from .modeling_dflash import DFlashOutput
+from .modeling_lattice import LatticeDraftModel
 from .target_lilicorr import TargetTables
 
 
@@ -164,7 +157,7 @@ class LiLiCorrHead(nn.Module):
         return F.silu(self.factor_input_proj(torch.cat([nodes, anchor, nodes * anchor], dim=-1)))
 
 
-class LiLiCorrDraftModel(DFlashModel):
+class LiLiCorrDraftModel(LatticeDraftModel):
     """
     A block drafter whose slots are chosen together: the head scores its candidates, a greedy walk commits them.
 
@@ -176,8 +169,6 @@ class LiLiCorrDraftModel(DFlashModel):
     ```
     """
 
-    has_head = True
-    _keys_to_ignore_on_load_unexpected = []
     # Training calls the head on its own, so it has to be one unit of sharding, too.
     _no_split_modules = ["DFlashDecoderLayer", "LiLiCorrHead"]
 
@@ -197,32 +188,9 @@ class LiLiCorrDraftModel(DFlashModel):
             for table in tables:
                 init.zeros_(table)
 
-    def choose(self, logits, output, tables, process=None, temperature=None) -> DraftOutput:
-        """Commits the greedy walk through the lattice of the slots' best candidates (section 3.5 of the paper).
-
-        At a temperature it draws the walk instead, and states what it was drawn from.
-        """
-        lattice = self.score(logits, output, tables)
-        start, pair = lattice.start_scores, lattice.pair_scores
-        finite = start.isfinite().all(dim=-1) & pair.isfinite().flatten(1).all(dim=-1)
-        uniforms = None if temperature is None else torch.rand(lattice.candidate_ids.shape[:-1], device=start.device)
-        probs = None
-        if process is not None:
-            walk, probs = processed_walk(lattice, logits, process, uniforms, temperature)
-        elif uniforms is not None and temperature is not None:
-            walk, probs = sampled_walk(start, pair, uniforms, temperature)
-        else:
-            walk = greedy_walk(start, pair)
-        lattice.walk = walk
-        candidates = lattice.candidate_ids[:, : walk.shape[-1]]
-        token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
-        proposal = None
-        if probs is not None:
-            nothing = probs.new_full((*token_ids.shape, logits.shape[-1]), -torch.inf)
-            proposal = nothing.scatter(-1, candidates, probs.log())
-        return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
-
-    def score(self, logits: torch.Tensor, output: DFlashOutput, tables: TargetTables) -> Lattice:
+    def score(
+        self, logits: torch.Tensor, output: DFlashOutput, anchor_ids: torch.Tensor, tables: TargetTables
+    ) -> Lattice:
         """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
         candidate_ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         start_scores, pair_scores = self.lilicorr(

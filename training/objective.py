@@ -309,6 +309,7 @@ def draft_blocks(
         context_hidden_states=batch.target_states.to(model.dtype),
         attention_mask=blocks.attention_mask,
         position_ids=blocks.position_ids,
+        block_size=block_size,
     )
 
 

@@ -284,6 +284,7 @@ def test_saved_folder_carries_its_code(folder):
     assert names == {
         "cache_lilicorr.py",
         "configuration_lilicorr.py",
+        "convolution_lilicorr.py",
         "decoding_lilicorr.py",
         "drafting_lilicorr.py",
         "generation_lilicorr.py",
@@ -291,6 +292,7 @@ def test_saved_folder_carries_its_code(folder):
         "lanes_lilicorr.py",
         "lattice_lilicorr.py",
         "modeling_dflash.py",
+        "modeling_lattice.py",
         "modeling_lilicorr.py",
         "target_lilicorr.py",
     }

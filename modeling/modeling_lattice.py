@@ -1,0 +1,52 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""What draft methods share that score a lattice of candidates and commit a block by a walk through it.
+
+Shapes: `b` batch, `B` block size, `S = B - 1` slots, `K` candidates of a slot, `V` vocabulary, `M` hidden width.
+"""
+
+import torch
+
+from .lattice_lilicorr import Lattice, greedy_walk, processed_walk, sampled_walk
+from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
+from .target_lilicorr import TargetTables
+
+
+class LatticeDraftModel(DFlashModel):
+    """A drafter with a head that scores every pair of neighbouring candidates; a method says how in `score`."""
+
+    has_head = True
+    _keys_to_ignore_on_load_unexpected = []
+
+    def score(
+        self, logits: torch.Tensor, output: DFlashOutput, anchor_ids: torch.Tensor, tables: TargetTables
+    ) -> Lattice:
+        """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
+        raise NotImplementedError
+
+    def choose(self, logits, output, anchor_ids, tables, process=None, temperature=None) -> DraftOutput:
+        """Commits the greedy walk through the lattice of the slots' best candidates (section 3.5 of the paper).
+
+        At a temperature it draws the walk instead, and states what it was drawn from.
+        """
+        lattice = self.score(logits, output, anchor_ids, tables)
+        start, pair = lattice.start_scores, lattice.pair_scores
+        finite = start.isfinite().all(dim=-1) & pair.isfinite().flatten(1).all(dim=-1)
+        uniforms = None if temperature is None else torch.rand(lattice.candidate_ids.shape[:-1], device=start.device)
+        probs = None
+        if process is not None:
+            walk, probs = processed_walk(lattice, logits, process, uniforms, temperature)
+        elif uniforms is not None and temperature is not None:
+            walk, probs = sampled_walk(start, pair, uniforms, temperature)
+        else:
+            walk = greedy_walk(start, pair)
+        lattice.walk = walk
+        candidates = lattice.candidate_ids[:, : walk.shape[-1]]
+        token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
+        proposal = None
+        if probs is not None:
+            nothing = probs.new_full((*token_ids.shape, logits.shape[-1]), -torch.inf)
+            proposal = nothing.scatter(-1, candidates, probs.log())
+        return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
+
+
+__all__ = ["LatticeDraftModel"]
