@@ -15,7 +15,7 @@ DRAFTERS = {
 }
 
 
-def drafter_class(name: str) -> type:
+def drafter_class(name: str) -> Any:
     """The model class of that name, imported when first asked for."""
     return getattr(import_module(f".{DRAFTERS[name]}", __package__), name)
 

@@ -170,16 +170,11 @@ def doctor(
     """
     with complaints():
         from .doctor import PROMPTS, examine, read_answers
-        from .modeling.configuration_lilicorr import LiLiCorrConfig
-        from .modeling.modeling_dflash import DFlashModel
-        from .modeling.modeling_lilicorr import LiLiCorrDraftModel
-        from .pairs import load_target, resolve_assistant
+        from .pairs import assistant_class, load_target, resolve_assistant
 
         folder = resolve_assistant(assistant)
         model, tokenizer = load_target(target)
-        has_head = "LiLiCorrDraftModel" in (LiLiCorrConfig.from_pretrained(folder).architectures or ())
-        model_class = LiLiCorrDraftModel if has_head else DFlashModel
-        draft_model = model_class.from_pretrained(folder, dtype=model.dtype, device_map=model.device)
+        draft_model = assistant_class(folder).from_pretrained(folder, dtype=model.dtype, device_map=model.device)
         answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
         faults = 0
         for finding in examine(model, tokenizer, draft_model, answers, folder):

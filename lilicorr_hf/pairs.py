@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .architectures import DRAFTERS, drafter_class
+from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.modeling_dflash import DFlashModel
-from .modeling.modeling_lilicorr import LiLiCorrDraftModel
 from .targets import TARGETS, fetch_target
 
 
@@ -39,17 +40,30 @@ def load_target(target: str, **kwargs) -> "tuple[PreTrainedModel, PreTrainedToke
     return AutoModelForCausalLM.from_pretrained(folder, **kwargs), AutoTokenizer.from_pretrained(folder)
 
 
+def assistant_class(folder: str) -> type[DFlashModel]:
+    """The class that a checkpoint's config names; a plain drafter's where it names none of ours.
+
+    Args:
+        folder (`str`): a path or a Hub id.
+    """
+    names = LiLiCorrConfig.from_pretrained(folder).architectures or ()
+    return drafter_class(next((name for name in names if name in DRAFTERS), "DFlashModel"))
+
+
 def load_assistant(
-    assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] = LiLiCorrDraftModel
+    assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] | None = None
 ) -> DFlashModel:
     """An assistant in its target's dtype and on its device, checked against it.
 
     Args:
         assistant (`str`): a shipped pair's name, a path or a Hub id.
         target (`PreTrainedModel`): the model it will draft for.
-        model_class (`type`): [`DFlashModel`] takes the drafter alone out of a LiLiCorr checkpoint.
+        model_class (`type`): by default the one that the checkpoint names. [`DFlashModel`] takes the drafter alone out
+            of a checkpoint with a head.
     """
-    model = model_class.from_pretrained(resolve_assistant(assistant), dtype=target.dtype, device_map=target.device)
+    folder = resolve_assistant(assistant)
+    model_class = model_class or assistant_class(folder)
+    model = model_class.from_pretrained(folder, dtype=target.dtype, device_map=target.device)
     model.check_target(target)
     return model
 

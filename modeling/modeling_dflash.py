@@ -214,7 +214,7 @@ class DFlashModel(DFlashPreTrainedModel):
         return self.config.num_slots
 
     # The drafter of a checkpoint that also holds a head may be loaded alone.
-    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?lilicorr\."]
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?(lilicorr|candidate_selector)\."]
 
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)

@@ -56,15 +56,25 @@ class DFlash2Model(LatticeDraftModel):
         ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         unary = logits.gather(-1, ids).float()
         hidden = output.last_hidden_state[:, self.slot_rows]
-        ids, anchor_ids = ids.to(hidden.device), anchor_ids.to(hidden.device)
-        start = unary[:, 0] + self.candidate_selector(anchor_ids, ids[:, 0], hidden[:, 0])[:, 0].to(unary.device)
-        pair = self.candidate_selector(ids[:, :-1], ids[:, 1:], hidden[:, 1:]).to(unary.device)
-        return Lattice(
-            candidate_ids=ids.to(logits.device),
-            log_probs=log_probs,
-            start_scores=start,
-            pair_scores=unary[:, 1:, None] + pair,
-        )
+        inputs = (tensor.to(hidden.device) for tensor in (unary, ids, anchor_ids[:, 0]))
+        start, pair = (scores.to(logits.device) for scores in self.pair_scores(*inputs, hidden))
+        return Lattice(candidate_ids=ids, log_probs=log_probs, start_scores=start, pair_scores=pair)
+
+    def pair_scores(
+        self, unary: torch.Tensor, candidate_ids: torch.Tensor, anchor_ids: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Start scores `[*, K]` and pair scores `[*, S - 1, K, K]`.
+
+        Args:
+            unary (`torch.Tensor` of shape `[*, S, K]`): the drafter's logits of the candidates.
+            candidate_ids (`torch.LongTensor` of shape `[*, S, K]`).
+            anchor_ids (`torch.LongTensor` of shape `[*]`).
+            hidden (`torch.Tensor` of shape `[*, S, M]`): the drafter's states of the slots.
+        """
+        first, later = candidate_ids[..., 0, :], candidate_ids[..., 1:, :]
+        start = self.candidate_selector(anchor_ids.unsqueeze(-1), first, hidden[..., 0, :]).squeeze(-2)
+        pair = self.candidate_selector(candidate_ids[..., :-1, :], later, hidden[..., 1:, :])
+        return unary[..., 0, :] + start, unary[..., 1:, None, :] + pair
 
 
 DFlash2Model.register_for_auto_class("AutoModel")

@@ -16,8 +16,8 @@ class DominoModel(SequentialDraftModel):
     """
     A block drafter with Domino's head.
 
-    With `shift_label` row `i` of the block predicts the token after it, and the anchor's row drafts first; without, its
-    own. Either way a block of `B` rows drafts `B - 1` tokens, and the cell has read the anchor and all drafts
+    With `shift_label` row `i` of the block predicts the token after it, and the anchor's row drafts first; without it,
+    its own. Either way a block of `B` rows drafts `B - 1` tokens, and the cell has read the anchor and all drafts
     before the one it corrects. The first `pure_draft_prefix_len` drafts are the drafter's.
     """
 

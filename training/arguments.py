@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from .objective import Objective
 from .options import changed, option
+from .step import Objective
 
 
 @dataclass
@@ -18,7 +18,9 @@ class ModelArguments:
 
     target: str = option("smollm2-135m", "A name `lilicorr fetch-target` knows, a path or a Hub id.")
     assistant: str | None = option(None, "Checkpoint to go on from; nothing for a new drafter.")
-    method: Literal["lilicorr", "dflash"] = option("lilicorr", "Drafter with the LiLiCorr head, or alone.")
+    method: Literal["lilicorr", "dflash", "domino", "dspark", "dflash2"] = option(
+        "lilicorr", "The head on the drafter; dflash for none."
+    )
     target_dtype: str = option("bfloat16", "Type of the frozen target's weights.")
     block_size: int = option(8, "Positions of a block, anchor included.")
     mask_token_id: int | None = option(None, "An unused token of the target's vocabulary; required for a new drafter.")
@@ -29,6 +31,8 @@ class ModelArguments:
     head_num_layers: int = option(2, "Layers of the head.")
     head_num_heads: int = option(4, "Attention heads of the head.")
     factor_dim: int = option(256, "Dimension of the in and out vectors.")
+    conv_kernel_size: int = option(0, "Taps of the convolutions around the drafter's sublayers; 0 for none.")
+    conv_group_size: int = option(0, "Channels that share one of their dynamic kernels.")
     warm_start: bool = option(True, "Start a new drafter from the target's last layers, and a new head balanced.")
 
 

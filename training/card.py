@@ -71,6 +71,15 @@ DFlash: [arXiv 2602.06036](https://arxiv.org/abs/2602.06036). LiLiCorr:
 """
 
 
+KINDS = {
+    "LiLiCorrDraftModel": "DFlash block drafter with a LiLiCorr head",
+    "DFlashModel": "DFlash block drafter",
+    "DominoModel": "DFlash block drafter with Domino's head",
+    "DSparkModel": "DFlash block drafter with DSpark's head",
+    "DFlash2Model": "DFlash2 block drafter",
+}
+
+
 def model_card(
     config: LiLiCorrConfig, record: dict[str, Any], bench: dict[str, Any] | None = None, **metadata: Any
 ) -> ModelCard:
@@ -82,14 +91,14 @@ def model_card(
         bench (`dict`): what `lilicorr bench --output` wrote about it.
         metadata: for `ModelCardData`, over what the record says.
     """
-    has_head = "head" in record["parameters"]
+    model_class = config.architectures[0]
     target = record["base_model"]
     return ModelCard.from_template(
         card_data(record, metadata),
         template_str=TEMPLATE,
         name=record["name"],
-        kind="DFlash block drafter with a LiLiCorr head" if has_head else "DFlash block drafter",
-        model_class="LiLiCorrDraftModel" if has_head else "DFlashModel",
+        kind=KINDS[model_class],
+        model_class=model_class,
         target=f"[{target}](https://huggingface.co/{target})" if target else record["target"],
         acceptance=acceptance_rows(record["evaluation"], bench),
         bench=bench_note(bench),

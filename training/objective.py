@@ -6,137 +6,36 @@ slot, `V` vocabulary, `M` hidden width, `L` tapped layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk
-from lilicorr_hf.modeling.modeling_dflash import DFlashModel, DFlashOutput
+from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel, DFlashOutput
+from lilicorr_hf.modeling.modeling_dflash2 import DFlash2Model
+from lilicorr_hf.modeling.modeling_lattice import LatticeDraftModel
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
+from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
 
 from . import losses
 from .blocks import pack_blocks
+from .sequential import sequential_loss
 from .stages import StageClock
+from .step import (
+    Objective,
+    Share,
+    StepLoss,
+    TrainingBatch,
+    drafter_total,
+    drafter_weights,
+    in_chunks,
+    masked_mean,
+    slot_labels,
+    slot_states,
+)
 from .vocabulary import DrawnVocabulary, Vocabulary, candidate_logits
-
-
-@dataclass
-class Objective:
-    """Weights of the loss terms; the defaults are the paper's base recipe, `margin` its long-context one.
-
-    Args:
-        cross_entropy, distractor, hinge (`float`): weights of the head's terms, equations 3, 5 and appendix G.
-        margin (`float`): lead that the hinge asks for.
-        slot_weights (`str`): of the drafter's term: `decay` (DFlash), `dpace`, or `uniform`.
-        beta (`float`): decay in slots; 7 for blocks of 16, 4 for blocks of 8.
-        dpace_alpha (`float`): smoothing of D-PACE.
-        distillation (`float`): share of the drafter's term that follows the target's distribution at each slot
-            (Kullback-Leibler divergence) instead of the token it chose; 0 in the paper.
-    """
-
-    cross_entropy: float = 0.25
-    distractor: float = 0.25
-    hinge: float = 0.0
-    margin: float = 2.0
-    slot_weights: Literal["decay", "dpace", "uniform"] = "decay"
-    beta: float = 7.0
-    dpace_alpha: float = 0.5
-    distillation: float = 0.0
-
-    @classmethod
-    def with_margin(cls, **changes) -> "Objective":
-        """The paper's variant for inputs longer than the training text (appendix G)."""
-        return cls(cross_entropy=0.125, hinge=0.125, **changes)
-
-
-@dataclass
-class TrainingBatch:
-    """What a step trains on, the frozen target's part included.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `[b, T]`).
-        loss_mask (`torch.Tensor` of shape `[b, T]`): 1 at tokens the target wrote.
-        position_ids (`torch.LongTensor` of shape `[b, T]`): of each token in its document; a row may hold several.
-        anchors (`torch.LongTensor` of shape `[b, N]`): index of each block's first token in its row.
-        keep (`torch.BoolTensor` of shape `[b, N]`): `False` for blocks that only fill the tensor.
-        target_states (`torch.Tensor` of shape `[b, T, L * M]`): tapped states of the target.
-        final_states (`torch.Tensor` of shape `[b, T, M]`): what its output head reads, after the final norm.
-    """
-
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
-    anchors: torch.Tensor
-    keep: torch.Tensor
-    target_states: torch.Tensor
-    final_states: torch.Tensor
-
-
-@dataclass
-class Share:
-    """What part of an optimizer step a micro-batch on one process is.
-
-    Gradients are averaged over processes and summed over micro-batches, so a mean over the step's slots needs both
-    known. The drafter's weights are known before the step, unless they depend on its losses (D-PACE).
-    How many slots teach the head shows only when its candidates are known: that count is reduced over processes, and
-    each micro-batch contributes the mean over its own.
-
-    Args:
-        weight_total (`torch.Tensor` of shape `[]`): the drafter's slot weights of the whole step; `None` if not known.
-        micro_batches (`int`): micro-batches of the step on each process.
-        processes (`int`): processes that train together.
-        reduce (`Callable`): sum of a scalar over processes.
-    """
-
-    weight_total: torch.Tensor | None = None
-    micro_batches: int = 1
-    processes: int = 1
-    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
-
-
-@dataclass
-class StepLoss:
-    """The loss to minimise, the means of its parts over this micro-batch, and what to watch; scalars, only `loss` with
-    a graph."""
-
-    loss: torch.Tensor
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class SlotLabels:
-    """Ground truth of every slot: ids `[b, N, S]`, and which of them count, `[b, N, S]`."""
-
-    ids: torch.Tensor
-    supervised: torch.Tensor
-
-
-def slot_labels(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    anchors: torch.Tensor,
-    keep: torch.Tensor,
-    num_slots: int,
-) -> SlotLabels:
-    """Slot `s` predicts the token at anchor + 1 + s; it counts inside the document where the target wrote it.
-
-    Arguments as in [`TrainingBatch`].
-    """
-    offsets = torch.arange(1, num_slots + 1, device=anchors.device)
-    indices = (anchors.unsqueeze(-1) + offsets).clamp(max=input_ids.shape[1] - 1)
-
-    def at_slots(values):
-        return values.gather(1, indices.flatten(1)).view_as(indices)
-
-    # Behind the end of the document, or of the row, positions are lower than the block's.
-    inside = at_slots(position_ids) == position_ids.gather(1, anchors).unsqueeze(-1) + offsets
-    return SlotLabels(at_slots(input_ids), inside & (at_slots(loss_mask) > 0) & keep.unsqueeze(-1))
 
 
 @dataclass
@@ -200,24 +99,6 @@ def predict_slots(
     return SlotPredictions(*in_chunks(one_chunk, chunk_size, *given))
 
 
-def in_chunks(
-    function: Callable[..., tuple[torch.Tensor, ...]], size: int, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """A function of rows on `size` rows at a time: what it computes on the way exists for one chunk only, and again in
-    the backward pass. Rows that fit into one chunk are not computed twice.
-
-    Args:
-        function (`Callable`): from tensors to tensors, each row on its own.
-        size (`int`): rows of a chunk.
-        tensors (`torch.Tensor` of shape `[n, *]`).
-    """
-    if len(tensors[0]) <= size:
-        return function(*tensors)
-    chunks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
-    outputs = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
-
-
 def training_loss(
     model: DFlashModel,
     tables: TargetTables,
@@ -229,6 +110,7 @@ def training_loss(
     vocabulary: Vocabulary | None = None,
     block_size: int | None = None,
     with_head: bool = True,
+    progress: float = 0.0,
     clock: StageClock | None = None,
 ) -> StepLoss:
     """Loss of one step: `L_DFlash` for a plain drafter, plus the head's terms for a LiLiCorr model (section 3).
@@ -244,17 +126,23 @@ def training_loss(
         vocabulary ([`Vocabulary`]): draws the tokens that compete for a slot; by default all do.
         block_size (`int`): of this step's blocks; by default, and at most, the model's.
         with_head (`bool`): `False` leaves a model's head out, for steps that train its drafter alone.
+        progress (`float`): share of the run that is over; Domino's loss moves from the drafter to its head with it.
         clock ([`StageClock`]): told at the end of each stage.
     """
     config, share = model.config, share or Share()
     clock = clock or StageClock(torch.device("cpu"))
     k, block_size = config.candidate_topk, block_size or config.block_size
     where = (batch.position_ids, batch.anchors, batch.keep)
-    labels = slot_labels(batch.input_ids, batch.loss_mask, *where, block_size - 1)
+    slots = len(range(block_size)[model.slot_rows])
+    labels = slot_labels(batch.input_ids, batch.loss_mask, *where, slots)
     output = draft_blocks(model, tables, batch, block_size, model if forward is None else forward)
-    hidden = output.last_hidden_state.unflatten(1, (-1, block_size))[:, :, 1:].contiguous()
+    hidden = output.last_hidden_state.unflatten(1, (-1, block_size))[:, :, model.slot_rows].contiguous()
     clock.mark("drafter")
     clock.mark_gradient(hidden, "lm_head")
+    if isinstance(model, SequentialDraftModel):
+        step = sequential_loss(model, tables, batch, objective, share, labels, hidden, chunk_size, progress)
+        clock.mark("head")
+        return step
     shape = labels.ids.shape
     predictions = predict_slots(
         hidden.flatten(0, 2),
@@ -272,19 +160,28 @@ def training_loss(
     truth_index = index_of(labels.ids, candidate_ids)
     complete = labels.supervised.all(dim=-1)
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
-    if isinstance(model, LiLiCorrDraftModel) and with_head:
+    if isinstance(model, LatticeDraftModel) and with_head:
         clock.mark_gradient(log_probs, "head")
-        teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
-        start, pair = score_blocks(
-            model, tables, batch, teaches, candidate_ids, log_probs, hidden, output.context_hidden_states, chunk_size
-        )
+        if isinstance(model, DFlash2Model):
+            # Its authors' training is not public: it learns as LiLiCorr's head does.
+            anchor_ids = batch.input_ids.gather(1, batch.anchors)
+            start, pair = model.pair_scores(log_probs, candidate_ids, anchor_ids, hidden)
+        else:
+            teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
+            context = output.context_hidden_states
+            start, pair = score_blocks(
+                model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
+            )
         terms = (start, pair, candidate_ids, truth_index, complete)
         add_head_terms(step, objective, share, tables, batch, *terms, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
         clock.mark("head")
-    elif isinstance(model, LiLiCorrDraftModel):
+    elif isinstance(model, LatticeDraftModel):
         # Every parameter keeps its place in the graph, as processes that train together need.
-        step.loss = step.loss + sum(parameter.sum() for parameter in model.lilicorr.parameters()) * 0.0
+        step.loss = (
+            step.loss
+            + sum(p.sum() for name, p in model.named_parameters() if not name.startswith(DRAFTER_PREFIXES)) * 0.0
+        )
     for name, hit in hits.items():
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
     step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
@@ -320,36 +217,13 @@ def drafter_step(
     cross_entropy = predictions.cross_entropy.view(supervised.shape)
     divergence = predictions.divergence.view(supervised.shape)
     weights = drafter_weights(objective, supervised, cross_entropy)
-    parts = 1 if share.weight_total is not None else share.micro_batches
-    total = share.reduce(weights.sum()) if share.weight_total is None else share.weight_total
+    total, scale = drafter_total(share, weights)
     learned = cross_entropy.lerp(divergence, objective.distillation)
-    step = StepLoss(losses.block_loss(learned, weights, total) * (share.processes / parts))
+    step = StepLoss(losses.block_loss(learned, weights, total) * scale)
     step.parts["dflash"] = losses.block_loss(cross_entropy, weights).detach()
     if objective.distillation:
         step.parts["divergence"] = masked_mean(divergence.detach(), supervised)
     return step
-
-
-def slot_states(batch: TrainingBatch, num_slots: int) -> torch.Tensor:
-    """The target's final states `[b, N, S, M]` that predict each slot; slot `s` is predicted at anchor + `s`."""
-    positions = batch.anchors.unsqueeze(-1) + torch.arange(num_slots, device=batch.anchors.device)
-    flat = positions.clamp(max=batch.final_states.shape[1] - 1).flatten(1).unsqueeze(-1)
-    states = batch.final_states.gather(1, flat.expand(-1, -1, batch.final_states.shape[-1]))
-    return states.unflatten(1, positions.shape[1:])
-
-
-def drafter_weights(objective: Objective, supervised: torch.Tensor, cross_entropy: torch.Tensor) -> torch.Tensor:
-    """Weights `[b, N, S]` of the drafter's cross-entropies, 0 where nothing is supervised."""
-    if objective.slot_weights == "dpace":
-        return losses.dpace_weights(cross_entropy, supervised, objective.dpace_alpha) * supervised
-    return fixed_weights(objective, supervised)
-
-
-def fixed_weights(objective: Objective, supervised: torch.Tensor) -> torch.Tensor:
-    """Those weights where they do not depend on the losses; `supervised` has shape `[b, N, S]`."""
-    if objective.slot_weights == "uniform":
-        return supervised.float()
-    return losses.decay_weights(supervised.shape[-1], objective.beta, supervised.device) * supervised
 
 
 def score_blocks(
@@ -433,7 +307,3 @@ def index_of(label_ids: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tens
     """Candidate index of each label, -1 where it is not among the candidates; `[*, S]` from `[*, S]`, `[*, S, K]`."""
     match = candidate_ids == label_ids.unsqueeze(-1)
     return torch.where(match.any(dim=-1), match.int().argmax(dim=-1), -1)
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (values.float() * mask).sum() / mask.sum().clamp(min=1)

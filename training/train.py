@@ -13,6 +13,9 @@ from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, Pr
 from lilicorr_hf.measure import encode
 from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_dflash2 import DFlash2Model
+from lilicorr_hf.modeling.modeling_domino import DominoModel
+from lilicorr_hf.modeling.modeling_dspark import DSparkModel
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import load_target, resolve_assistant
 
@@ -30,7 +33,13 @@ ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
 CONFIGS = Path(__file__).parent / "configs"
 # Blocks of a held-out row.
 HELD_OUT_ANCHORS = 16
-METHODS: dict[str, type[DFlashModel]] = {"lilicorr": LiLiCorrDraftModel, "dflash": DFlashModel}
+METHODS: dict[str, type[DFlashModel]] = {
+    "lilicorr": LiLiCorrDraftModel,
+    "dflash": DFlashModel,
+    "domino": DominoModel,
+    "dspark": DSparkModel,
+    "dflash2": DFlash2Model,
+}
 
 
 def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiLiCorrTrainingArguments]:
@@ -103,6 +112,8 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
         head_num_layers=args.head_num_layers,
         head_num_heads=args.head_num_heads,
         factor_dim=args.factor_dim,
+        conv_kernel_size=args.conv_kernel_size,
+        conv_group_size=args.conv_group_size,
     )
 
 

@@ -14,16 +14,18 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
+from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
 from .budget import TimeBudget, schedule_over
 from .data import BlockDataset, collate
-from .objective import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels, training_loss
+from .objective import training_loss
 from .packing import PackedExample, check_packing
 from .publishing import PublishingTrainer
 from .stages import StageClock
 from .state_cache import TargetStateCache
+from .step import Objective, Share, StepLoss, TrainingBatch, fixed_weights, slot_labels
 from .vocabulary import Vocabulary
 
 
@@ -80,6 +82,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         **kwargs: Any,
     ):
         model.check_target(target)
+        check_method(model, args)
         freeze(model, args)
         self.model_class = type(model)
         super().__init__(
@@ -195,7 +198,8 @@ class LiLiCorrTrainer(PublishingTrainer):
         if not samples or self.objective.slot_weights == "dpace":
             return samples, None
         names = ("input_ids", "loss_mask", "position_ids", "anchors", "keep")
-        labels = [slot_labels(*(sample[name] for name in names), self.block_size - 1) for sample in samples]
+        slots = len(range(self.block_size)[self.accelerator.unwrap_model(self.model).slot_rows])
+        labels = [slot_labels(*(sample[name] for name in names), slots) for sample in samples]
         total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
         return samples, self.accelerator.reduce(total.to(device), reduction="sum")
 
@@ -227,6 +231,7 @@ class LiLiCorrTrainer(PublishingTrainer):
                 vocabulary=self.vocabulary,
                 block_size=self.block_size,
                 with_head=self.args.train_head,
+                progress=self.elapsed,
                 clock=self.clock,
             )
         self.note(step, batch)
@@ -347,6 +352,17 @@ def raise_if_not_finite(
             f"Step {step}: the {first} is not finite. Resume from the last checkpoint with a lower learning rate, or "
             "look at the rows of this step."
         )
+
+
+def check_method(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:
+    """Raises `ValueError` for options that the model's draft method would leave unheard."""
+    if isinstance(model, SequentialDraftModel):
+        ignored = [name for name in ("slot_vocabulary", "distillation") if getattr(args, name)]
+        if ignored:
+            raise ValueError(
+                f"{type(model).__name__} corrects the whole vocabulary and has a loss of its own: {ignored} do not "
+                "apply. Leave them out."
+            )
 
 
 def freeze(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:

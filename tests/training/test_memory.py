@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lilicorr_hf import LiLiCorrConfig, LiLiCorrDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
-from lilicorr_hf.training.objective import Objective, TrainingBatch, training_loss
+from lilicorr_hf.training.objective import training_loss
+from lilicorr_hf.training.step import Objective, TrainingBatch
 
 
 def batch_of(tables, length, num_blocks, num_taps, dtype=torch.float32) -> TrainingBatch:

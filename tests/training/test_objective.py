@@ -8,7 +8,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lilicorr_hf import DFlashModel, LiLiCorrConfig, LiLiCorrDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
 from lilicorr_hf.training import losses
-from lilicorr_hf.training.objective import Objective, TrainingBatch, index_of, slot_labels, training_loss
+from lilicorr_hf.training.objective import index_of, training_loss
+from lilicorr_hf.training.step import Objective, TrainingBatch, slot_labels
 
 
 class Step:

@@ -9,8 +9,9 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from lilicorr_hf.training.arguments import LiLiCorrTrainingArguments
 from lilicorr_hf.training.data import BlockDataset, Example, collate
-from lilicorr_hf.training.objective import Objective, training_loss
+from lilicorr_hf.training.objective import training_loss
 from lilicorr_hf.training.packing import PackedExample, check_packing, pack
+from lilicorr_hf.training.step import Objective
 from lilicorr_hf.training.trainer import LiLiCorrTrainer
 
 
