@@ -29,7 +29,7 @@ class NoLanguageModel:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            f"{str(pretrained_model_name_or_path)!r} is a drafter, not a language model. Load the model that it drafts "
+            f"{str(pretrained_model_name_or_path)!r} is a drafter, not a language model. Load the model it drafts "
             "for, and this with `AutoModel.from_pretrained`, for `model.generate(..., assistant_model=drafter)`."
         )
 

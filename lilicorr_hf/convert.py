@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -130,7 +131,10 @@ def resolve(source: str | os.PathLike, revision: str | None) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         allowed = ["*.json", "*.safetensors", "mask_embedding.pt"]
-        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=allowed))
+        try:
+            folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=allowed))
+        except HFValidationError as error:
+            raise FileNotFoundError(f"There is no folder {source}, and no repository can have that name.") from error
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json, so it is no checkpoint.")
     return folder
