@@ -49,8 +49,8 @@ LAYER_FIELDS = (
 OUR_FIELDS = ("sampled_walk", "target_name_or_path")
 
 
-def sglang_modules(config: LiLiCorrConfig) -> dict[str, str]:
-    """SGLang's name of each module of the head that has another one there, since its version 0.5.22."""
+def engine_modules(config: LiLiCorrConfig) -> dict[str, str]:
+    """Name in SGLang and vLLM of each module of the head that nvidia-modelopt and we call otherwise."""
     modules = {"feature_mlp.0": "feature_norm", "feature_mlp.1": "feature_mlp.up_proj"}
     modules["feature_mlp.3"] = "feature_mlp.down_proj"
     for i in range(config.head_num_layers):
@@ -101,8 +101,8 @@ class Checkpoint:
 
 
 def read_checkpoint(source: str | os.PathLike, revision: str | None = None, **stated: Any) -> Checkpoint:
-    """A checkpoint of any format: ours, served LiLiCorr (nvidia-modelopt, vLLM, SGLang's names), z-lab's DFlash,
-    transformers' own DFlash assistants.
+    """A checkpoint of any format: ours, served LiLiCorr (nvidia-modelopt's names, or SGLang's and vLLM's), z-lab's
+    DFlash, transformers' own DFlash assistants.
 
     Args:
         source (`str` or path): folder or Hub id.
@@ -120,7 +120,7 @@ def read_checkpoint(source: str | os.PathLike, revision: str | None = None, **st
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(f"{source} replaces the embedding of its mask token (mask_embedding.pt): not supported.")
     tensors = read_tensors(folder)
-    theirs = {theirs: ours for ours, theirs in (NATIVE_MODULES | sglang_modules(config)).items()}
+    theirs = {theirs: ours for ours, theirs in (NATIVE_MODULES | engine_modules(config)).items()}
     tensors = rename({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, theirs)
     checkpoint = Checkpoint(config, tensors)
     check_tensors(checkpoint, "LiLiCorrDraftModel" in (raw.get("architectures") or ()), str(source))
@@ -264,8 +264,8 @@ class Format:
 FORMATS = {
     "lilicorr": Format("lilicorr_hf, and transformers with trust_remote_code", None, None),
     "modelopt": Format("nvidia-modelopt, TensorRT-LLM", True, served_config),
-    "sglang": Format("SGLang from 0.5.22 on", True, engine_config, sglang_modules),
-    "vllm": Format("vLLM from 0.33 on", True, engine_config),
+    "sglang": Format("SGLang", True, engine_config, engine_modules),
+    "vllm": Format("vLLM", True, engine_config, engine_modules),
     "dflash": Format("z-lab's dflash, and SGLang and vLLM without a head", False, dflash_config),
     "transformers": Format('speculation_type="dflash"', False, native_config, lambda config: NATIVE_MODULES),
 }

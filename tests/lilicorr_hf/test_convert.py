@@ -84,14 +84,16 @@ def test_ours_is_what_save_pretrained_writes(ours, tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_names_of_sglang(ours, tmp_path):
-    convert(ours, tmp_path / "sglang", to="sglang")
-    names, mine = tensors_of(tmp_path / "sglang").keys(), tensors_of(ours).keys()
+def test_names_of_engines(ours, tmp_path):
+    """SGLang and vLLM name the head's MLPs otherwise than nvidia-modelopt."""
     moved = {"lilicorr.feature_norm", "lilicorr.feature_mlp.up_proj", "lilicorr.feature_mlp.down_proj"}
     moved |= {f"lilicorr.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("up", "down")}
-    assert {name.rpartition(".")[0] for name in names - mine} == moved
-    convert(ours, tmp_path / "vllm", to="vllm")
-    assert tensors_of(tmp_path / "vllm").keys() == mine
+    mine = tensors_of(ours).keys()
+    for to in ("sglang", "vllm"):
+        convert(ours, tmp_path / to, to=to)
+        assert {name.rpartition(".")[0] for name in tensors_of(tmp_path / to).keys() - mine} == moved
+    convert(ours, tmp_path / "modelopt", to="modelopt")
+    assert tensors_of(tmp_path / "modelopt").keys() == mine
 
 
 def test_served_config_says_all_that_engines_ask_for(ours, tmp_path):
