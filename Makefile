@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training golden clean
+.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -58,6 +58,10 @@ peer-training: runs/peer_rows.jsonl
 
 runs/peer_rows.jsonl: tests/peers/prompts.jsonl | setup
 	$(BIN)/lilicorr regenerate --target smollm2-135m --dataset $< --output $@ --max_new_tokens 256
+
+# Whether nvidia-modelopt, SGLang, vLLM and transformers' own DFlash compute on our exports what we compute: a table.
+peer-engines: setup
+	PYTHONPATH=tests/support $(BIN)/python tests/peers/engines.py $(PEER)
 
 # What nvidia-modelopt drafts with the shipped weights; to be recorded anew, and committed, whenever they change.
 golden: setup

@@ -10,9 +10,9 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .architectures import DRAFTERS, Architectures
+from .architectures import DRAFTERS, Architectures, NoLanguageModel
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.generation_lilicorr import Recording, record
 from .modeling.hook_lilicorr import attach, install_hook, stock_loop, uninstall_hook
@@ -49,6 +49,7 @@ def __getattr__(name: str) -> Any:
 install_hook()
 AutoConfig.register(LiLiCorrConfig.model_type, LiLiCorrConfig)
 AutoModel.register(LiLiCorrConfig, Architectures())
+AutoModelForCausalLM.register(LiLiCorrConfig, NoLanguageModel)
 LiLiCorrConfig.register_for_auto_class()
 
 __all__ = [

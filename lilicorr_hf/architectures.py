@@ -1,8 +1,8 @@
-"""What `AutoModel` finds under the model type `lilicorr`."""
+"""What the `Auto*` classes find under the model type `lilicorr`."""
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 
 # Model class -> its module: drafters with and without a head, the default first.
@@ -34,3 +34,18 @@ class Architectures(tuple):
 
     def __len__(self) -> int:
         return len(DRAFTERS)
+
+
+class NoLanguageModel:
+    """What `AutoModelForCausalLM` finds, and so pipelines: a drafter has no vocabulary of its own to speak with."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(
+            f"{str(pretrained_model_name_or_path)!r} is a drafter, not a language model. Load the model it drafts "
+            "for, and this with `AutoModel.from_pretrained`, for `model.generate(..., assistant_model=drafter)`."
+        )
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> NoReturn:
+        cls.from_pretrained(config.name_or_path or config.model_type)

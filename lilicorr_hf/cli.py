@@ -185,6 +185,42 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A shipped pair's name, a folder or a Hub id; in any known format.")],
+    folder: Annotated[Path, typer.Argument(help="New folder to write.")],
+    to: Annotated[str, typer.Option(help="lilicorr, modelopt, sglang, vllm, dflash or transformers.")] = "lilicorr",
+    head: Annotated[str, typer.Option(help="keep, drop, or init for a fresh one to train on a drafter.")] = "keep",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    stated: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE of a field that the source's config.json leaves open."),
+    ] = None,
+) -> None:
+    """Write a checkpoint in the format of another engine: tensors bit for bit, config anew."""
+    with complaints():
+        from .convert import FORMATS
+        from .convert import convert as run_convert
+        from .pairs import resolve_assistant
+
+        fields = dict(read_assignment(text) for text in stated or [])
+        written = run_convert(resolve_assistant(source), folder, to, head, revision, **fields)
+        parts = "drafter and head" if written.has_head else "drafter alone"
+        errors.print(f"{len(written.tensors)} tensors, {parts}, for {FORMATS[to].loads}", highlight=False)
+        print_plain(folder)
+
+
+def read_assignment(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE` with the value in JSON, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set takes NAME=VALUE, not {text!r}.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def add_plugin(command: EntryPoint) -> None:
     """A subcommand of a part of the package that builds on this one: it reads its own options, `--help` included."""
 

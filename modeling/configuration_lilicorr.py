@@ -29,6 +29,23 @@ SERVED_DRAFTER_FIELDS = (
 )
 # They change the scores but not a single tensor shape, so a wrong default would never be noticed.
 SCORE_FIELDS = ("vector_eps", "logit_scale")
+# The same of the drafter's in the files of others; ours state everything.
+FOREIGN_FIELDS = ("block_size", "num_target_layers", "rms_norm_eps", "vocab_size")
+# Other names of the tapped layers, counted with the embeddings as number 0.
+SHIFTED_LAYER_FIELDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+# What other methods and variants state; with any of these set, the drafter computes something else than ours.
+UNSUPPORTED_FIELDS = (
+    "attention_sink_bias",
+    "attention_value_scale",
+    "quantization_config",
+    "sample_from_anchor",
+    "selector_rank",
+    "selector_top_k",
+    "speculators_model_type",
+    "use_gemma_norm",
+    "use_swa",
+)
+KNOWN_ARCHITECTURES = ("DFlashDraftModel", "DFlashModel", "LiLiCorrDraftModel", "MuseGlimmerAssistantModel")
 
 
 def capture_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -193,15 +210,9 @@ def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     """
     flat = dict(config_dict)
     nested = flat.pop("dflash_config", None) or {}
-    refuse_unsupported(nested)
-    for name in SERVED_DRAFTER_FIELDS:
-        if name in nested:
-            flat[name] = nested[name]
-    for served_name, name in SERVED_HEAD_FIELDS.items():
-        if served_name in nested:
-            flat[name] = nested[served_name]
     if nested or flat.get("model_type") != LiLiCorrConfig.model_type:
-        flat["rope_parameters"] = read_rope(flat)
+        refuse_unsupported(flat | nested)
+        read_foreign(flat, nested)
     flat["model_type"] = LiLiCorrConfig.model_type
 
     has_head = "LiLiCorrDraftModel" in (flat.get("architectures") or ()) or nested.get("lilicorr_enabled")
@@ -214,13 +225,47 @@ def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def refuse_unsupported(dflash_config: dict[str, Any]) -> None:
-    """Raises for a served drafter whose computation differs from [`DFlashModel`]'s."""
-    projector = dflash_config.get("projector_type")
+def read_foreign(flat: dict[str, Any], nested: dict[str, Any]) -> None:
+    """Gives the fields of another project's config our names and places."""
+    for name in SERVED_DRAFTER_FIELDS:
+        if name in nested:
+            flat[name] = nested[name]
+    for served_name, name in SERVED_HEAD_FIELDS.items():
+        if served_name in nested:
+            flat[name] = nested[served_name]
+    flat["rope_parameters"] = read_rope(flat)
+    for name in SHIFTED_LAYER_FIELDS:
+        if (shifted := flat.pop(name, None)) is not None:
+            ids = [number - 1 for number in shifted]
+            if flat.setdefault("target_layer_ids", ids) != ids:
+                raise ValueError(
+                    f"config.json taps two sets of layers: `target_layer_ids` {flat['target_layer_ids']}, `{name}` "
+                    f"{shifted}, which counts the embeddings and so means {ids}."
+                )
+    unset = [name for name in FOREIGN_FIELDS if flat.get(name) is None]
+    if unset:
+        raise ValueError(
+            f"config.json does not state {unset}. They change drafts but no tensor shape, so they are never guessed: "
+            "add the values the drafter was trained with."
+        )
+
+
+def refuse_unsupported(fields: dict[str, Any]) -> None:
+    """Raises for a drafter of another project whose computation differs from [`DFlashModel`]'s."""
+    unknown = [name for name in fields.get("architectures") or () if name not in KNOWN_ARCHITECTURES]
+    projector = fields.get("projector_type")
     if projector not in (None, "dflash", "lilicorr"):
         raise ValueError(f"`projector_type` {projector!r} is not supported; supported are 'dflash' and 'lilicorr'.")
-    if dflash_config.get("causal"):
+    if unknown:
+        raise ValueError(f"Architecture {unknown[0]!r} is another method; supported are {[*KNOWN_ARCHITECTURES]}.")
+    if fields.get("causal") or fields.get("is_causal"):
         raise ValueError("Causal draft attention (`causal: true`) is not supported; blocks are bidirectional.")
+    others = {name: fields[name] for name in UNSUPPORTED_FIELDS if fields.get(name)}
+    for name, neutral in (("draft_vocab_size", fields.get("vocab_size")), ("output_multiplier", 1.0)):
+        if fields.get(name, neutral) not in (None, neutral):
+            others[name] = fields[name]
+    if others:
+        raise ValueError(f"The checkpoint is of a variant that is not supported: it sets {others}.")
 
 
 def read_rope(config_dict: dict[str, Any]) -> dict[str, Any]:

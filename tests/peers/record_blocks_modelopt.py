@@ -27,8 +27,8 @@ def walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def draft(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> dict[str, torch.Tensor]:
-    """The recorded fields, `[anchors, ...]` each."""
+def score(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """What its head is called with, and the scores it gives, times sigma: `[anchors, ...]` each."""
     row = {"input_ids": sequence, "anchors": torch.tensor(anchors)}
     inputs = collate([row | {name: torch.ones_like(sequence) for name in ("attention_mask", "loss_mask")}], multiple)
     positions = inputs.pop("anchors")
@@ -40,8 +40,15 @@ def draft(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> d
     hook.remove()
     ((lattice, (start, pair)),) = calls
     start, pair = head.compose_log_factors(start_scores=start, pair_scores=pair)
+    lattice = {name: value[0] for name, value in lattice.items() if isinstance(value, torch.Tensor)}
+    return lattice, start[0], pair[0]
+
+
+def draft(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> dict[str, torch.Tensor]:
+    """The recorded fields, `[anchors, ...]` each."""
+    lattice, start, pair = score(model, sequence, anchors, multiple)
     candidate_ids, indices = lattice["candidate_token_ids"], walk(start, pair)
-    fields = {
+    return {
         "drafter_hidden": lattice["pass_hidden"],
         "candidate_ids": candidate_ids,
         "candidate_log_probs": lattice["candidate_log_probs"],
@@ -50,7 +57,6 @@ def draft(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> d
         "walk_indices": indices,
         "walk_token_ids": candidate_ids.take_along_dim(indices.unsqueeze(-1), -1).squeeze(-1),
     }
-    return {name: value[0] for name, value in fields.items()}
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
-"""A Hub of one's own: what `huggingface_hub` asks for when a model is created and pushed, over real HTTP."""
+"""A Hub of one's own: what `huggingface_hub` asks for when a model is created, pushed and loaded, over real HTTP."""
 
 import base64
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,13 +32,27 @@ class Repository:
     @property
     def files(self) -> dict[str, bytes]:
         """Newest content of every path."""
-        return {path: content for commit in self.commits for path, content in commit.files.items()}
+        return self.at(len(self.commits))
+
+    def at(self, count: int) -> dict[str, bytes]:
+        """Content of every path after the first `count` commits."""
+        return {path: content for commit in self.commits[:count] for path, content in commit.files.items()}
+
+    def count(self, revision: str) -> int | None:
+        """How many commits a revision stands for: `main`, or a commit's id, which is its number."""
+        known = {"main": len(self.commits)} | {sha(number): number for number in range(len(self.commits) + 1)}
+        return known.get(revision)
+
+
+def sha(number: int) -> str:
+    return f"{number:040x}"
 
 
 class FakeHub(ThreadingHTTPServer):
     """
     Repositories of models in memory. `failures` maps a piece of a path to the status that requests there get, with
-    how many of them: `{"/commit/": (403, 1)}`; `readable` are repositories that nobody here may write to.
+    how many of them: `{"/commit/": (403, 1)}`; `readable` are repositories that nobody here may write to, `gated` ones
+    that nobody here may read.
     """
 
     def __init__(self) -> None:
@@ -45,6 +61,7 @@ class FakeHub(ThreadingHTTPServer):
         self.blobs: dict[str, bytes] = {}
         self.failures: dict[str, tuple[int, int]] = {}
         self.readable: set[str] = set()
+        self.gated: set[str] = set()
         self.requests: list[str] = []
 
     @property
@@ -84,13 +101,16 @@ class Handler(BaseHTTPRequestHandler):
                 return answer(self, body, **match.groupdict())
         self.reply(404, {"error": f"no such place: {method} {path}"})
 
-    def reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+    def reply(self, status: int, body: Any, **headers: str) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def create(self, body: bytes) -> None:
         asked = json.loads(body)
@@ -103,10 +123,41 @@ class Handler(BaseHTTPRequestHandler):
         self.server.repositories[name] = Repository()
         self.reply(200, answer)
 
+    def find(self, name: str, revision: str) -> tuple[dict[str, bytes], str] | None:
+        """Files and commit id of a revision; replies with what is wrong if there are none."""
+        repository = self.server.repositories.get(name)
+        if repository is None:
+            self.reply(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+        elif name in self.server.gated:
+            self.reply(403, {"error": f"Access to model {name} is restricted"}, X_Error_Code="GatedRepo")
+        elif (count := repository.count(revision)) is None:
+            self.reply(404, {"error": f"Invalid rev id: {revision}"}, X_Error_Code="RevisionNotFound")
+        else:
+            return repository.at(count), sha(count)
+        return None
+
     def info(self, body: bytes, name: str, revision: str = "main") -> None:
-        if name not in self.server.repositories or revision != "main":
-            return self.reply(404, {"error": "Repository or revision not found"})
-        self.reply(200, {"id": name, "sha": "0" * 40, "siblings": []})
+        if (found := self.find(name, revision)) is not None:
+            files, commit = found
+            self.reply(200, {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]})
+
+    def tree(self, body: bytes, name: str, revision: str, folder: str | None = None) -> None:
+        if (found := self.find(name, revision)) is not None:
+            described = [
+                {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for path, content in found[0].items()
+                if path.startswith(folder or "")
+            ]
+            self.reply(200, described)
+
+    def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
+        if (found := self.find(name, revision)) is None:
+            return
+        files, commit = found
+        if path not in files:
+            return self.reply(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        etag = f'"{hashlib.sha256(files[path]).hexdigest()}"'
+        self.reply(200, files[path], X_Repo_Commit=commit, ETag=etag)
 
     def may_write(self, body: bytes, name: str) -> None:
         status = 403 if name in self.server.readable else 200 if name in self.server.repositories else 404
@@ -148,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
             content = {"file": inline, "lfsFile": self.stored}[line["key"]]
             commit.files[value["path"]] = content(value)
         self.server.repositories[name].commits.append(commit)
-        oid = f"{len(self.server.repositories[name].commits):040x}"
+        oid = sha(len(self.server.repositories[name].commits))
         self.reply(200, {"commitUrl": f"{self.server.url}/{name}/commit/{oid}", "commitOid": oid, "success": True})
 
     def stored(self, value: dict[str, Any]) -> bytes:
@@ -168,17 +219,30 @@ def mode_of(path: str) -> str:
 
 
 NAME = r"(?P<name>[\w.-]+/[\w.-]+)"
+REVISION = r"(?P<revision>[\w.-]+)"
 ROUTES = [
     (r"POST /api/repos/create", Handler.create),
     (r"POST /api/validate-yaml", Handler.validate),
     (rf"GET /api/models/{NAME}/auth-check/write", Handler.may_write),
     (rf"GET /api/models/{NAME}", Handler.info),
-    (rf"GET /api/models/{NAME}/revision/(?P<revision>[\w.-]+)", Handler.info),
+    (rf"GET /api/models/{NAME}/revision/{REVISION}", Handler.info),
+    (rf"GET /api/models/{NAME}/tree/{REVISION}(?:/(?P<folder>.*))?", Handler.tree),
+    (rf"(?:GET|HEAD) /{NAME}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
     (rf"POST /api/models/{NAME}/preupload/main", Handler.preupload),
     (rf"POST /api/models/{NAME}/commit/main", Handler.commit),
     (rf"POST /{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     (r"PUT /storage/(?P<oid>\w+)", Handler.store),
 ]
+
+
+def environment(folder: Path, endpoint: str, token: str | None = TOKEN) -> dict[str, str]:
+    """Of a process that knows that Hub and that token alone."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
+    if token is not None:
+        kept["HF_TOKEN"] = token
+    # Xet storage speaks a protocol of its own; without it large files go by Git LFS.
+    own = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+    return kept | own | {"no_proxy": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager

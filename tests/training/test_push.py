@@ -1,14 +1,13 @@
 """Pushing to a Hub over real HTTP: the `lilicorr train` command in a process of its own against a fake endpoint."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from fake_hub import TOKEN, Repository, serving
+from fake_hub import TOKEN, Repository, environment, serving
 from safetensors.torch import load, load_file
 from small_run import write_small_run
 
@@ -27,16 +26,6 @@ def config(model, tokenizer, tmp_path) -> Path:
     return write_small_run(
         tmp_path, model, tokenizer, push_to_hub=True, hub_strategy="every_save", hub_model_id="nobody/drafter"
     )
-
-
-def environment(folder: Path, endpoint: str, token: str | None = TOKEN) -> dict[str, str]:
-    """Of a process that knows that Hub and that token alone."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
-    if token is not None:
-        kept["HF_TOKEN"] = token
-    # Xet storage speaks a protocol of its own; without it large files go by Git LFS.
-    own = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
-    return kept | own | {"no_proxy": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 def train(config: Path, endpoint: str, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess:
