@@ -179,7 +179,8 @@ def doctor(
         model, tokenizer = load_target(target)
         has_head = "LiLiCorrDraftModel" in (LiLiCorrConfig.from_pretrained(folder).architectures or ())
         model_class = LiLiCorrDraftModel if has_head else DFlashModel
-        draft_model = model_class.from_pretrained(folder, dtype=model.dtype, device_map=model.device)
+        # It compares the chains that both decoding loops draft.
+        draft_model = model_class.from_pretrained(folder, dtype=model.dtype, device_map=model.device, tree_budget=0)
         answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
         faults = 0
         for finding in examine(model, tokenizer, draft_model, answers, folder):

@@ -23,6 +23,7 @@ from .lattice_lilicorr import (
 )
 from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
 from .target_lilicorr import TargetTables
+from .tree_lilicorr import lattice_tree, steered_slots
 
 
 class LatticeAttention(nn.Module):
@@ -204,7 +205,6 @@ class LiLiCorrDraftModel(DFlashModel):
         """
         lattice = self.score(logits, output, tables)
         start, pair = lattice.start_scores, lattice.pair_scores
-        finite = start.isfinite().all(dim=-1) & pair.isfinite().flatten(1).all(dim=-1)
         uniforms = None if temperature is None else torch.rand(lattice.candidate_ids.shape[:-1], device=start.device)
         probs = None
         if process is not None:
@@ -220,7 +220,16 @@ class LiLiCorrDraftModel(DFlashModel):
         if probs is not None:
             nothing = probs.new_full((*token_ids.shape, logits.shape[-1]), -torch.inf)
             proposal = nothing.scatter(-1, candidates, probs.log())
-        return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
+        return DraftOutput(
+            token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite_scores(lattice)
+        )
+
+    def choose_tree(self, logits, output, tables, shape, process=None) -> DraftOutput:
+        """LiLiCorr-Tree: a tree grown by the head's scores, see [`lattice_tree`]."""
+        lattice = self.score(logits, output, tables)
+        slots = steered_slots(logits, shape, process)
+        token_ids, parents = lattice_tree(lattice, slots, shape.nodes, self.config.tree_weight)
+        return DraftOutput(token_ids=token_ids, parents=parents, lattice=lattice, finite=finite_scores(lattice))
 
     def score(self, logits: torch.Tensor, output: DFlashOutput, tables: TargetTables) -> Lattice:
         """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
@@ -234,6 +243,11 @@ class LiLiCorrDraftModel(DFlashModel):
         return Lattice(
             candidate_ids=candidate_ids, log_probs=log_probs, start_scores=start_scores, pair_scores=pair_scores
         )
+
+
+def finite_scores(lattice: Lattice) -> torch.Tensor:
+    """Whether all scores of each block are finite, `[b]`."""
+    return lattice.start_scores.isfinite().all(dim=-1) & lattice.pair_scores.isfinite().flatten(1).all(dim=-1)
 
 
 LiLiCorrDraftModel.register_for_auto_class("AutoModel")
