@@ -85,7 +85,9 @@ class BlockTrace:
 
     @classmethod
     def from_record(cls, record: BlockRecord) -> "BlockTrace":
-        """Raises `ValueError` for a block recorded without `record(lattice=True)`."""
+        """Raises `ValueError` for a block recorded without `record(lattice=True)`, and for one drafted as a tree."""
+        if record.parents is not None:
+            raise ValueError("Traces draw chains, and this block is a tree: record with `tree_budget=0`.")
         if record.anchor_id is None or record.verified_ids is None or record.draft_ids is None:
             raise ValueError("This block has no candidates: record with `lilicorr_hf.record(lattice=True)`.")
         block = cls(

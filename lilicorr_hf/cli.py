@@ -174,7 +174,10 @@ def doctor(
 
         folder = resolve_assistant(assistant)
         model, tokenizer = load_target(target)
-        draft_model = assistant_class(folder).from_pretrained(folder, dtype=model.dtype, device_map=model.device)
+        # It compares the chains that both decoding loops draft.
+        draft_model = assistant_class(folder).from_pretrained(
+            folder, dtype=model.dtype, device_map=model.device, tree_budget=0
+        )
         answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
         faults = 0
         for finding in examine(model, tokenizer, draft_model, answers, folder):

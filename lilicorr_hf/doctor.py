@@ -132,8 +132,8 @@ def draft_at(
         position_ids=torch.cat([columns.clamp(min=0), rows + block], dim=-1).to(assistant.device),
         cache=cache,
     )
-    logits = tables.logits(output.last_hidden_state)[:, 1:]
-    truth = answer.ids[0, rows + block[1:]]
+    logits = tables.logits(output.last_hidden_state)[:, assistant.slot_rows]
+    truth = answer.ids[0, rows + torch.arange(1, assistant.num_drafted + 1, device=rows.device)]
     return Blocks(logits, assistant.choose(logits, output, anchor_ids, tables), truth)
 
 
@@ -163,7 +163,7 @@ def write_probe(
 
 def block_anchors(assistant: DFlashModel, answer: Answer) -> list[int]:
     """Positions in an answer that a whole block follows."""
-    return list(range(answer.prompt_length, answer.ids.shape[1] - assistant.config.block_size + 1))
+    return list(range(answer.prompt_length, answer.ids.shape[1] - assistant.num_drafted))
 
 
 def examine(

@@ -61,6 +61,14 @@ def capture_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
 
 
+def check_tree_budget(tree_budget: int, sampled_walk: bool) -> None:
+    """Raises `ValueError` for a tree that cannot be drafted."""
+    if tree_budget < 0:
+        raise ValueError(f"`tree_budget` must be 0, for chains, or a number of tokens, got {tree_budget}.")
+    if tree_budget and sampled_walk:
+        raise ValueError("A tree is not drawn at random: give either `tree_budget` or `sampled_walk`, not both.")
+
+
 @strict
 class LiLiCorrConfig(Qwen3Config):
     r"""
@@ -85,6 +93,10 @@ class LiLiCorrConfig(Qwen3Config):
         logit_scale (`float`): scale of a cosine in the scores, `sigma` in equation 1 of the paper.
         sampled_walk (`bool`): whether sampling targets get drafts drawn at their temperature, verified against what
             they were drawn from, instead of the greedy walk. Either way is exact.
+        tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
+            one pass; 0 drafts one chain.
+        tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
+            [`conditional_log_probs`]. 1 leaves the head out.
         conv_kernel_size (`int`): taps of the convolutions around the drafter's sublayers; 0 for none.
         conv_group_size (`int`): channels that share one of their dynamic kernels; 0 for none.
         gru_hidden_dim (`int`): state of a [`DominoModel`]'s recurrent cell.
@@ -122,6 +134,8 @@ class LiLiCorrConfig(Qwen3Config):
     vector_eps: float = 1e-4
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
+    tree_budget: int = 0
+    tree_weight: float | int = 0.5
 
     conv_kernel_size: int = 0
     conv_group_size: int = 0
@@ -155,6 +169,11 @@ class LiLiCorrConfig(Qwen3Config):
                 f"`mask_token_id` {self.mask_token_id} is outside the target's embedding table of {self.vocab_size} "
                 "rows. Choose an unused token of the target's vocabulary."
             )
+
+    def validate_tree(self):
+        check_tree_budget(self.tree_budget, self.sampled_walk)
+        if not 0 <= self.tree_weight <= 1:
+            raise ValueError(f"`tree_weight` must lie in [0, 1], got {self.tree_weight}.")
 
     def validate_convolution(self):
         taps, group = self.conv_kernel_size, self.conv_group_size
@@ -282,4 +301,4 @@ def read_rope(config_dict: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-__all__ = ["LiLiCorrConfig", "capture_layer_ids"]
+__all__ = ["LiLiCorrConfig", "capture_layer_ids", "check_tree_budget"]

@@ -22,6 +22,7 @@ from .cache_lilicorr import check_cache, fixed_layers, rows_can_be_moved, select
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, row_processors
+from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
 
 
 if TYPE_CHECKING:
@@ -62,11 +63,12 @@ class BlockDecoder:
         target (`PreTrainedModel`): the model whose text it is.
         input_ids (`torch.LongTensor` of shape `[b, n]`): the prompts, left-padded; `n` is 0 for `inputs_embeds` alone.
         logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: as `generate` hands them on.
+        tree_budget (`int`): tokens of the trees to draft, 0 for chains; `None` for what the drafter's config says.
         model_kwargs: the target's forward arguments, its cache among them.
 
     Raises:
         `ValueError`: before any compute, if drafter and target do not fit, for a cache that cannot take back what the
-            target rejects, and for processors that no assistant can serve.
+            target rejects, for processors that no assistant can serve, and for trees that the target cannot verify.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class BlockDecoder:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: Any = None,
+        tree_budget: int | None = None,
         **model_kwargs,
     ):
         check_cache(model_kwargs.get("cache"), before_prefill=True)
@@ -88,7 +91,9 @@ class BlockDecoder:
         self.streamer = streamer
         self.kwargs = model_kwargs
         self.cache: Cache = model_kwargs["cache"]
-        self.drafting = RowDrafting(drafter, target, generation_config, logits_processor)
+        self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, tree_budget)
+        if self.drafting.tree_budget:
+            check_tree_target(target, model_kwargs)
         self.returned = Returned(generation_config)
         self.by_row = len(input_ids) > 1 and self.rows_are_independent(logits_processor, stopping_criteria)
         if self.by_row:
@@ -172,18 +177,20 @@ class BlockDecoder:
 
     def decode_block(self) -> None:
         """Draft, one pass of the target, and as many tokens as it agrees with and one more."""
-        draft_ids, proposal_logits = self.draft()
+        draft_ids, parents, proposal_logits = self.draft()
         drafted, sizes = draft_ids.shape[1], self.lane_sizes()
-        proposals = [None] * len(sizes) if proposal_logits is None else proposal_logits.split(sizes)
         before = [lane.length for lane in self.lanes]
-        outputs = self.verify(draft_ids)
-        steps = zip(self.lanes, outputs.logits.split(sizes), draft_ids.split(sizes), proposals, strict=True)
+        outputs = self.verify(draft_ids, parents)
+        parts = (outputs.logits, draft_ids, proposal_logits, parents)
+        split = [[None] * len(sizes) if part is None else part.split(sizes) for part in parts]
         try:
-            for lane, logits, ids, proposal in steps:
-                lane.verify(logits, ids, proposal)
+            for lane, *of_lane in zip(self.lanes, *split, strict=True):
+                lane.verify(*of_lane)
         finally:
             # Also after an exception in a callback: the cache may be the caller's, and holds verified tokens only.
             counts = [lane.length - n for lane, n in zip(self.lanes, before, strict=True)]
+            if parents is not None:
+                self.straighten(outputs, counts)
             self.settle(drafted, counts)
         self.drafting.record(self.lanes, drafted, counts)
         self.returned.add_block(outputs, max(counts), self.cache)
@@ -191,22 +198,30 @@ class BlockDecoder:
             self.drafting.read(outputs, [n for n, size in zip(counts, sizes, strict=True) for _ in range(size)])
         self.retire()
 
-    def draft(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafted ids `[b, d]` and what they were drawn from, `[b, d, V]`, if they were."""
+    def draft(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Drafted ids `[b, d]`, their parents `[b, d]` in a tree, and what they were drawn from, `[b, d, V]`."""
         anchor_ids = torch.cat([lane.ids[:, -1:] for lane in self.lanes])
         left = self.config.max_length - min(lane.length for lane in self.lanes)
         room = [layer.max_cache_len - int(layer.get_seq_length()) for layer in self.fixed_layers]
         budget = min(left - 1, self.drafting.max_drafted, *(columns - 1 for columns in room))
         output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
         if output is None or budget <= 0:
-            return anchor_ids[:, :0], None
-        draft_ids = output.token_ids[:, :budget].to(anchor_ids.device).split(self.lane_sizes())
-        draft_ids = torch.cat([lane.fill(ids) for lane, ids in zip(self.lanes, draft_ids, strict=True)])
-        proposal = output.proposal_logits
-        return draft_ids, None if proposal is None else proposal[:, :budget].to(anchor_ids.device)
+            return anchor_ids[:, :0], None, None
+        draft_ids, parents, proposal = output.token_ids, output.parents, output.proposal_logits
+        if parents is None:
+            draft_ids, proposal = draft_ids[:, :budget], None if proposal is None else proposal[:, :budget]
+        else:
+            parents = self.by_lane(lambda lane, part: lane.fill_parents(part, budget), parents)
+        draft_ids = self.by_lane(Lane.fill, draft_ids)
+        return draft_ids, parents, None if proposal is None else proposal.to(anchor_ids.device)
 
-    def verify(self, draft_ids: torch.Tensor) -> Any:
-        """The target's pass over the last token of each row and its draft `[b, d]`."""
+    def by_lane(self, fill: Callable[[Lane, torch.Tensor], torch.Tensor], drafted: torch.Tensor) -> torch.Tensor:
+        """What `fill` makes of each lane's rows of `drafted [b, d]`."""
+        parts = drafted.to(self.lanes[0].ids.device).split(self.lane_sizes())
+        return torch.cat([fill(lane, part) for lane, part in zip(self.lanes, parts, strict=True)])
+
+    def verify(self, draft_ids: torch.Tensor, parents: torch.Tensor | None = None) -> Any:
+        """The target's pass over the last token of each row and its draft `[b, d]`, a tree if it has parents."""
         drafted = draft_ids.shape[1]
         # Rows of their own differ in length, and no more than the last token of each is read.
         ids = [lane.ids[:, -1:] if self.by_row else lane.ids for lane in self.lanes]
@@ -217,12 +232,20 @@ class BlockDecoder:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = drafted + 1
+        if parents is not None:
+            inputs = tree_inputs(self.target, inputs, DraftTree(draft_ids, parents))
         if self.by_row and (positions := inputs.get("position_ids")) is not None:
             # A row near its end is drafted beyond it while others are not; a table of positions may end there.
             left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
             last = positions[:, :1] + torch.tensor(left, device=positions.device).unsqueeze(-1)
             inputs["position_ids"] = positions.minimum(last)
         return self.forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
+
+    def straighten(self, outputs: Any, counts: list[int]) -> None:
+        """Makes of a pass over a tree one over the tokens that were taken, in the cache and in what it returned."""
+        path = torch.cat([lane.places(n, max(counts)) for lane, n in zip(self.lanes, counts, strict=True)])
+        move_to_front(self.cache, outputs.logits.shape[1], path)
+        keep_path(outputs, path)
 
     def settle(self, drafted: int, counts: list[int]) -> None:
         """Takes from the cache what was rejected, and brings masks and positions up to the tokens that were taken."""
@@ -282,13 +305,14 @@ def more_kwargs(target: Any, model_kwargs: dict[str, Any], tokens: int) -> dict[
     return model_kwargs
 
 
-def block_decoding(assistant: "DFlashModel", streamer: Any = None) -> Callable:
+def block_decoding(assistant: "DFlashModel", streamer: Any = None, tree_budget: int | None = None) -> Callable:
     """Block decoding through the public `custom_generate` of `generate`, where the hook is not wanted.
 
     Args:
         assistant ([`DFlashModel`]): drafts the blocks.
         streamer (`BaseStreamer`): takes the tokens; `generate` keeps its own from a `custom_generate` function. So it
             does with `tokenizer`: instead of `stop_strings` pass a `StopStringCriteria`.
+        tree_budget (`int`): tokens of the trees to draft, 0 for chains; `None` for what the assistant's config says.
 
     Example:
 
@@ -298,7 +322,7 @@ def block_decoding(assistant: "DFlashModel", streamer: Any = None) -> Callable:
     """
 
     def decode(model, input_ids, **kwargs):
-        return assistant.decode_blocks(model, input_ids, streamer=streamer, **kwargs)
+        return assistant.decode_blocks(model, input_ids, streamer=streamer, tree_budget=tree_budget, **kwargs)
 
     return decode
 

@@ -12,9 +12,11 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DFlashCache
 
 from .cache_lilicorr import select_columns
+from .configuration_lilicorr import check_tree_budget
 from .generation_lilicorr import BlockDrafting, block_positions
 from .lanes_lilicorr import Lane
 from .target_lilicorr import tapped_states
+from .tree_lilicorr import TreeShape
 
 
 if TYPE_CHECKING:
@@ -30,8 +32,17 @@ class RowDrafting(BlockDrafting):
     with the next draft. `mask` covers both, `None` while no row has padding.
     """
 
-    def __init__(self, drafter: "DFlashModel", target: "PreTrainedModel", config: GenerationConfig, processors):
+    def __init__(
+        self,
+        drafter: "DFlashModel",
+        target: "PreTrainedModel",
+        config: GenerationConfig,
+        processors,
+        tree_budget: int | None = None,
+    ):
         super().__init__(drafter, target, config, processors)
+        self.tree_budget = drafter.config.tree_budget if tree_budget is None else tree_budget
+        check_tree_budget(self.tree_budget, drafter.config.sampled_walk)
         self.context: torch.Tensor
         self.mask: torch.Tensor | None = None
         self.temperature = None
@@ -73,7 +84,7 @@ class RowDrafting(BlockDrafting):
             anchor_ids (`torch.LongTensor` of shape `[b, 1]`): the last tokens.
             model_kwargs (`dict`): the target's forward arguments up to them.
             lanes (`list[Lane]`): the rows' lanes.
-            budget (`int`): tokens that can be used at most.
+            budget (`int`): tokens of a row that can be used at most.
             always (`bool`): draft even if none can be used.
         """
         start = self._verify_start = self._now()
@@ -91,6 +102,7 @@ class RowDrafting(BlockDrafting):
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(len(mask), block)], dim=-1),
             process=self.process(lanes),
             **{} if self.temperature is None else {"temperature": self.temperature},
+            **{"tree": TreeShape(self.tree_budget, budget)} if self.tree_budget and budget > 0 else {},
         )
         self.close_gaps()
         self._verify_start = self._now()

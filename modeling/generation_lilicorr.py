@@ -56,11 +56,14 @@ REFUSED_PROCESSORS = (
 class BlockRecord:
     """One verification: `drafted` tokens proposed, `accepted` of them kept (the bonus token not counted), seconds.
 
+    Of a tree, `drafted` counts all nodes, and the accepted ones are a path in it.
+
     Args:
         anchor_id (`int`): the token the block follows; this and the rest with `record(lattice=True)` only.
         draft_ids (`list[int]`): the `drafted` tokens.
         verified_ids (`list[int]`): what the target kept of them, then its own token: `accepted + 1`.
         lattice ([`Lattice`]): of this block, on the CPU; `None` from a draft method that has none.
+        parents (`list[int]`): each drafted token's predecessor in a tree, -1 for the anchor; `None` for chains.
     """
 
     drafted: int
@@ -71,6 +74,7 @@ class BlockRecord:
     draft_ids: list[int] | None = None
     verified_ids: list[int] | None = None
     lattice: Lattice | None = None
+    parents: list[int] | None = None
 
 
 @dataclass
@@ -214,6 +218,7 @@ class BlockDrafting:
             block.draft_ids = []
             if (draft := self._draft_output) is not None:
                 block.draft_ids = draft.token_ids[row, :drafted].tolist()
+                block.parents = None if draft.parents is None else draft.parents[row, :drafted].tolist()
                 fields = {} if draft.lattice is None else draft.lattice.items()
                 block.lattice = Lattice(**{name: x[row : row + 1].cpu() for name, x in fields}) if fields else None
         self.recording.add(block)
@@ -240,7 +245,8 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         model_kwargs (`dict`): the target's forward arguments, its cache among them.
 
     Raises:
-        `ValueError`: for a batch, a cache that already holds a prefix, or processors that no assistant can serve.
+        `ValueError`: for a batch, a cache that already holds a prefix, an assistant that drafts trees, or processors
+            that no assistant can serve.
     """
 
     requires_model_outputs = True
@@ -255,7 +261,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         model_kwargs: dict[str, Any] | None = None,
         **unused,
     ):
-        check_stock_call(input_ids, model_kwargs or {})
+        check_stock_call(drafter, input_ids, model_kwargs or {})
         super().__init__(drafter, target, generation_config, logits_processor)
         self.processors = LogitsProcessorList(p for p in logits_processor or () if isinstance(p, PREFIX_PROCESSORS))
         self._drafted: int | None = None
@@ -359,8 +365,14 @@ def check_processors(logits_processor) -> None:
             )
 
 
-def check_stock_call(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a call that transformers' loop would decode differently from plain `generate`."""
+def check_stock_call(drafter: "DFlashModel", input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a call that transformers' loop would decode differently from plain `generate`, or would
+    not draft for as the assistant's config says."""
+    if drafter.config.tree_budget:
+        raise ValueError(
+            f"transformers' assisted loop verifies chains only, and this assistant drafts trees (`tree_budget` is "
+            f"{drafter.config.tree_budget}). Set it to 0, or leave the loop to lilicorr_hf."
+        )
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"transformers' assisted loop takes one sequence at a time, got a batch of {input_ids.shape[0]}. "

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .generation_lilicorr import PREFIX_PROCESSORS
+from .tree_pass_lilicorr import DraftTree
 
 
 # A draft is steered by processors that asking leaves no trace in; the caller's own function might count its calls.
@@ -54,27 +55,53 @@ class Lane:
         pad_token_id: Any = config._pad_token_tensor
         self.pad_token_id = pad_token_id.to(ids.device) if ends else None
         self.done = False
+        self.path: list[torch.Tensor] = []
 
     @property
     def length(self) -> int:
         return self.ids.shape[1]
 
     def verify(
-        self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, proposal_logits: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        draft_ids: torch.Tensor | None = None,
+        proposal_logits: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
     ) -> None:
-        """Takes tokens as long as they are the drafted ones in all rows, then one more.
+        """Takes tokens as long as they are drafted ones in all rows, then one more.
 
         Args:
             logits (`torch.Tensor` of shape `[r, d + 1, V]`): the target's, after the last token and each drafted one.
             draft_ids (`torch.LongTensor` of shape `[r, d]`): the draft.
             proposal_logits (`torch.Tensor` of shape `[r, d, V]`): what it was drawn from, if it was.
+            parents (`torch.LongTensor` of shape `[r, d]`): as in [`DraftTree`], if it is a tree.
         """
+        if draft_ids is not None and parents is not None:
+            return self.walk(logits, DraftTree(draft_ids, parents))
         for i, step in enumerate(logits.unbind(dim=1)):
             drafted = draft_ids[:, i] if draft_ids is not None and i < draft_ids.shape[1] else None
             proposal = None if proposal_logits is None or drafted is None else proposal_logits[:, i]
             tokens = self.take(step, drafted, proposal)
             if self.done or drafted is None or not torch.equal(tokens, drafted):
                 break
+
+    def walk(self, logits: torch.Tensor, tree: DraftTree) -> None:
+        """[`verify`] of a tree: down from the anchor to the children that are the target's own tokens."""
+        rows = torch.arange(len(self.ids), device=logits.device)
+        place, self.path = torch.zeros_like(rows), []
+        while True:
+            self.path.append(place.to(self.ids.device))
+            tokens = self.take(logits[rows, place])
+            place = tree.child(self.path[-1], tokens).to(logits.device)
+            if self.done or not place.all():
+                break
+
+    def places(self, count: int, length: int) -> torch.Tensor:
+        """Where in the tree the `count` tokens of the last walk were decided, `[r, length]`, filled up with 0."""
+        places = self.ids.new_zeros(len(self.ids), length)
+        for i, place in enumerate(self.path[:count]):
+            places[:, i] = place
+        return places
 
     def take(
         self, logits: torch.Tensor, drafted: torch.Tensor | None = None, proposal_logits: torch.Tensor | None = None
@@ -100,6 +127,14 @@ class Lane:
         if self.pad_token_id is None:
             return draft_ids
         return torch.where(self.unfinished.unsqueeze(-1) == 1, draft_ids, self.pad_token_id)
+
+    def fill_parents(self, parents: torch.Tensor, depth: int) -> torch.Tensor:
+        """Parents `[r, n]` of a draft that, in finished rows, is a chain of padding no longer than `depth`."""
+        if self.pad_token_id is None:
+            return parents
+        chain = torch.arange(-1, parents.shape[1] - 1, device=parents.device)
+        chain = torch.where(chain < depth - 1, chain, -1)
+        return torch.where(self.unfinished.unsqueeze(-1) == 1, parents, chain)
 
     def steer(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Processed logits `[r, V]` of the drafter, for the slot after `drafted [r, s]`."""

@@ -115,6 +115,27 @@ def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.
     return torch.stack(walk, dim=-1)
 
 
+def processed_slots(logits: torch.Tensor, process: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Logits of slots under logits processors, each slot after the most probable tokens of those before it.
+
+    Args:
+        logits (`torch.Tensor` of shape `[b, S, V]`): the drafter's.
+        process (`Callable`): from ids drafted so far `[b, s]` and a slot's logits `[b, V]` to processed logits.
+
+    Returns:
+        `[b, n, V]` in fp32: they end before a slot that leaves any row nothing to choose.
+    """
+    drafted = logits.new_empty((logits.shape[0], 0), dtype=torch.long)
+    slots = []
+    for slot_logits in logits.float().unbind(dim=1):
+        processed = process(drafted, slot_logits.clone())
+        if processed.isneginf().all(dim=-1).any():
+            break
+        slots.append(processed)
+        drafted = torch.cat([drafted, processed.argmax(dim=-1, keepdim=True)], dim=-1)
+    return torch.stack(slots, dim=1) if slots else logits[:, :0].float()
+
+
 def processed_walk(
     lattice: Lattice,
     logits: torch.Tensor,
@@ -222,6 +243,7 @@ __all__ = [
     "greedy_walk",
     "lattice_scores",
     "path_score",
+    "processed_slots",
     "processed_walk",
     "sampled_walk",
     "viterbi_path",

@@ -34,8 +34,9 @@ from .convolution_lilicorr import BlockConvolution
 from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook
-from .lattice_lilicorr import Lattice
+from .lattice_lilicorr import Lattice, processed_slots
 from .target_lilicorr import TargetTables, check_target, require_mask_token
+from .tree_lilicorr import TreeShape, marginal_tree, steered_slots
 
 
 DRAFTER_PREFIXES = ("fc.", "hidden_norm.", "layers.", "norm.")
@@ -59,8 +60,9 @@ class DraftOutput(ModelOutput):
     What every draft method proposes for one block; all that a decoding loop, a benchmark or a picture needs.
 
     Args:
-        token_ids (`torch.LongTensor` of shape `[b, n]`): drafted tokens, `n` at most `S`.
-        parents (`torch.LongTensor` of shape `[b, n]`): each token's predecessor in a tree; `None` for a chain.
+        token_ids (`torch.LongTensor` of shape `[b, n]`): drafted tokens, `n` at most `S` but in a tree.
+        parents (`torch.LongTensor` of shape `[b, n]`): index of each token's predecessor in a tree, which comes before
+            it, and -1 for the anchor; `None` for a chain.
         proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft
             is a deterministic function of the prefix, in other words a point mass.
         lattice ([`Lattice`]): the candidates and scores the draft was chosen from, of methods that have them.
@@ -286,6 +288,7 @@ class DFlashModel(DFlashPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         process: Callable[..., torch.Tensor] | None = None,
         temperature: float | None = None,
+        tree: TreeShape | None = None,
     ) -> DraftOutput:
         """Proposes one block; the cache takes the context rows and gives up the block's own.
 
@@ -299,6 +302,7 @@ class DFlashModel(DFlashPreTrainedModel):
             process (`Callable`): logits processors along the draft, from ids drafted so far `[b, s]` and the logits
                 `[b, V]` of slot `s` to processed logits. The draft ends where they leave any row nothing to choose.
             temperature (`float`): draw the draft at this temperature, where the method can; `None` for its best draft.
+            tree ([`TreeShape`]): draft a tree of this size instead of a chain.
         """
         block_size = self.config.block_size
         masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.mask_token_id)
@@ -314,6 +318,8 @@ class DFlashModel(DFlashPreTrainedModel):
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
         logits = tables.logits(output.last_hidden_state)[:, self.slot_rows]
+        if tree is not None:
+            return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
         return self.choose(logits, output, anchor_ids, tables, process, temperature)
 
     def choose(
@@ -333,13 +339,24 @@ class DFlashModel(DFlashPreTrainedModel):
         finite = best.values.isfinite().all(dim=-1)
         if process is None:
             return DraftOutput(token_ids=best.indices, finite=finite)
-        drafted = logits.new_empty((logits.shape[0], 0), dtype=torch.long)
-        for slot_logits in logits.float().unbind(dim=1):
-            processed = process(drafted, slot_logits)
-            if processed.isneginf().all(dim=-1).any():
-                break
-            drafted = torch.cat([drafted, processed.argmax(dim=-1, keepdim=True)], dim=-1)
-        return DraftOutput(token_ids=drafted, finite=finite)
+        return DraftOutput(token_ids=processed_slots(logits, process).argmax(dim=-1), finite=finite)
+
+    def choose_tree(
+        self,
+        logits: torch.Tensor,
+        output: DFlashOutput,
+        anchor_ids: torch.Tensor,
+        tables: TargetTables,
+        shape: TreeShape,
+        process: Callable[..., torch.Tensor] | None = None,
+    ) -> DraftOutput:
+        """A tree over the slots' candidates instead of one token each: here DDTree, as slots do not know each other.
+
+        Processors act on a slot as after the most probable tokens of the slots before it, on whichever path.
+        """
+        finite = logits.amax(dim=-1).isfinite().all(dim=-1)
+        token_ids, parents = marginal_tree(steered_slots(logits, shape, process), shape.nodes)
+        return DraftOutput(token_ids=token_ids, parents=parents, finite=finite)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` before any compute if this drafter cannot draft for `target`; see [`check_target`]."""

@@ -9,6 +9,7 @@ import torch
 from .lattice_lilicorr import Lattice, greedy_walk, processed_walk, sampled_walk
 from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
 from .target_lilicorr import TargetTables
+from .tree_lilicorr import lattice_tree, steered_slots
 
 
 class LatticeDraftModel(DFlashModel):
@@ -30,7 +31,6 @@ class LatticeDraftModel(DFlashModel):
         """
         lattice = self.score(logits, output, anchor_ids, tables)
         start, pair = lattice.start_scores, lattice.pair_scores
-        finite = start.isfinite().all(dim=-1) & pair.isfinite().flatten(1).all(dim=-1)
         uniforms = None if temperature is None else torch.rand(lattice.candidate_ids.shape[:-1], device=start.device)
         probs = None
         if process is not None:
@@ -46,7 +46,21 @@ class LatticeDraftModel(DFlashModel):
         if probs is not None:
             nothing = probs.new_full((*token_ids.shape, logits.shape[-1]), -torch.inf)
             proposal = nothing.scatter(-1, candidates, probs.log())
-        return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
+        return DraftOutput(
+            token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite_scores(lattice)
+        )
+
+    def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
+        """A tree grown by the head's scores, LiLiCorr-Tree for its head; see [`lattice_tree`]."""
+        lattice = self.score(logits, output, anchor_ids, tables)
+        slots = steered_slots(logits, shape, process)
+        token_ids, parents = lattice_tree(lattice, slots, shape.nodes, self.config.tree_weight)
+        return DraftOutput(token_ids=token_ids, parents=parents, lattice=lattice, finite=finite_scores(lattice))
+
+
+def finite_scores(lattice: Lattice) -> torch.Tensor:
+    """Whether all scores of each block are finite, `[b]`."""
+    return lattice.start_scores.isfinite().all(dim=-1) & lattice.pair_scores.isfinite().flatten(1).all(dim=-1)
 
 
 __all__ = ["LatticeDraftModel"]

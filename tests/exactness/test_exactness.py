@@ -6,6 +6,7 @@
 import functools
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -135,6 +136,10 @@ def cases(draw) -> dict:
     if TARGETS[name][0] in WINDOWED:
         # Refused: such a cache forgets what a rejected token pushed out.
         options = [option for option in options if option != "static"]
+    tree = draw(st.sampled_from([0, 0, 3, 16]))
+    if tree:
+        # Refused too: tokens cannot be moved in it.
+        options = [option for option in options if option != "static"]
     return {
         "target": name,
         "drafter": draw(st.sampled_from(DRAFTERS)),
@@ -146,6 +151,7 @@ def cases(draw) -> dict:
         "padded": draw(st.booleans()) and not name.startswith("gemma2"),
         "positions": draw(st.booleans()),
         "warpers": draw(st.none() | st.sampled_from(WARPERS)),
+        "tree": tree,
         "seed": draw(st.integers(0, 10_000)),
     }
 
@@ -162,7 +168,7 @@ def inputs_of(case: dict) -> dict:
 
 
 def assistant_for(case: dict, answers: list[list[int]], offsets: list[int]) -> DFlashModel:
-    assistant = tiny_assistant(1, case["drafter"])
+    assistant = tiny_assistant(1, case["drafter"], tree_budget=case["tree"])
     if case["drafter"] is FaultyOracle:
         assistant.answers = [
             [0] * 3 * case["positions"] + row[pad:] for row, pad in zip(answers, offsets, strict=True)
@@ -223,7 +229,8 @@ def test_random_combinations(case):
     compare(case)
 
 
-def test_drawn_oracles_are_right_and_rows_part():
+@pytest.mark.parametrize("tree", [0, 16])
+def test_drawn_oracles_are_right_and_rows_part(tree):
     """The suite would prove little if nothing were accepted."""
     case = {
         "target": "llama",
@@ -235,6 +242,7 @@ def test_drawn_oracles_are_right_and_rows_part():
         "padded": True,
         "positions": True,
         "warpers": None,
+        "tree": tree,
         "seed": 5,
     }
     with lilicorr_hf.record() as recording:

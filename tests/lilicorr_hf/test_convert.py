@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import tiny_assistant, tiny_target
+from tiny import tiny_assistant, tiny_config, tiny_target
 from transformers import AutoConfig, AutoModel, Qwen3Config
 from typer.testing import CliRunner
 

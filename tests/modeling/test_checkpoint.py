@@ -293,4 +293,6 @@ def test_saved_folder_carries_its_code(folder):
         "modeling_lattice.py",
         "modeling_lilicorr.py",
         "target_lilicorr.py",
+        "tree_lilicorr.py",
+        "tree_pass_lilicorr.py",
     }

@@ -8,6 +8,7 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
+    Interrupt,
     Recorder,
     RecordingCriterion,
     assert_equal_caches,
@@ -19,7 +20,6 @@ from tiny import AntiOracle, Oracle, tiny_assistant, tiny_target
 from transformers import (
     DynamicCache,
     StaticCache,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TextStreamer,
@@ -200,16 +200,6 @@ def test_static_cache_of_the_caller(target, oracle):
     ]
     assert outputs[0].tolist() == outputs[1].tolist()
     assert_equal_caches(caches[1], caches[0])
-
-
-class Interrupt(StoppingCriteria):
-    def __init__(self, at):
-        self.at = at
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == self.at:
-            raise KeyboardInterrupt
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @pytest.mark.parametrize("at", [7, 9, 10, 12])

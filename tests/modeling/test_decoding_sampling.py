@@ -106,14 +106,18 @@ def expected(name: str) -> torch.Tensor:
     return counts(name, 8 * RUNS) / 8
 
 
-def drafter(model_class=LiLiCorrDraftModel, sampled=False):
-    return tiny_assistant(0, model_class, vocab_size=8, mask_token_id=7, block_size=3, sampled_walk=sampled)
+def drafter(model_class=LiLiCorrDraftModel, **changes):
+    return tiny_assistant(0, model_class, vocab_size=8, mask_token_id=7, block_size=3, **changes)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy walk", "sampled walk"])
-def test_generated_tokens_are_distributed_as_plain_ones(name, sampled):
-    statistic, bound = chi_square(counts(name, RUNS, drafter(sampled=sampled)), expected(name), noise=1 / 8)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sampled_walk": True}, {"tree_budget": 7}],
+    ids=["greedy walk", "sampled walk", "tree"],
+)
+def test_generated_tokens_are_distributed_as_plain_ones(name, changes):
+    statistic, bound = chi_square(counts(name, RUNS, drafter(**changes)), expected(name), noise=1 / 8)
     assert statistic < bound
 
 
@@ -133,7 +137,7 @@ def test_sampled_walk_at_one_sequence(monkeypatch):
         return seen[-1][1]
 
     monkeypatch.setattr(LiLiCorrDraftModel, "choose", spy)
-    assistant = drafter(sampled=True)
+    assistant = drafter(sampled_walk=True)
     for options in ({"do_sample": True, "temperature": 0.5, "suppress_tokens": [2]}, {"do_sample": False}):
         output = eight_tokens().generate(PROMPT, assistant_model=assistant, max_new_tokens=30, **options)
         assert output.shape == (1, 32)

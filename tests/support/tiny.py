@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from lilicorr_hf import DFlashModel, DraftOutput, LiLiCorrConfig, LiLiCorrDraftModel
+from lilicorr_hf.modeling.tree_lilicorr import TreeShape
 
 
 CONFIGS = {
@@ -90,18 +91,41 @@ def tiny_assistant(seed: int = 0, model_class: type[DFlashModel] = LiLiCorrDraft
     return model_class(tiny_config(**changes)).eval()
 
 
+def plant(output: DraftOutput, tree: TreeShape | None) -> DraftOutput:
+    """Hides the drafted chain in a random tree, if one is asked for, its tokens among those of other paths."""
+    if tree is None:
+        return output
+    rows = [random_tree(chain, tree, random.Random(str(chain))) for chain in output.token_ids.tolist()]
+    output.token_ids, output.parents = (torch.tensor(part) for part in zip(*rows, strict=True))
+    return output
+
+
+def random_tree(chain: list[int], tree: TreeShape, rng: random.Random) -> tuple[list[int], list[int]]:
+    tokens, parents, depths = [], [], {-1: 0}
+    chain, trunk = chain[: min(tree)], -1
+    for node in range(tree.nodes):
+        if chain and (tree.nodes - node <= len(chain) or rng.random() < 0.5):
+            token, parent, trunk = chain.pop(0), trunk, node
+        else:
+            token, parent = rng.randrange(64), rng.choice([i for i, depth in depths.items() if depth < tree.depth])
+        depths[node] = depths[parent] + 1
+        tokens.append(token)
+        parents.append(parent)
+    return tokens, parents
+
+
 class Oracle(LiLiCorrDraftModel):
     """Runs the real drafter, then proposes tokens computed from the target's own continuation."""
 
     answer: torch.Tensor
     shift = 0
 
-    def draft(self, context_states, anchor_ids, position_ids, cache, tables, **kwargs) -> DraftOutput:
+    def draft(self, context_states, anchor_ids, position_ids, cache, tables, tree=None, **kwargs) -> DraftOutput:
         output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
         first = position_ids[0, -self.config.block_size].item() + 1
         known = self.answer[:, first : first + self.config.num_slots]
         output.token_ids = (known + self.shift).expand(len(anchor_ids), -1) % self.config.vocab_size
-        return output
+        return plant(output, tree)
 
 
 class FaultyOracle(LiLiCorrDraftModel):
@@ -109,7 +133,7 @@ class FaultyOracle(LiLiCorrDraftModel):
 
     answers: list[list[int]]
 
-    def draft(self, context_states, anchor_ids, position_ids, cache, tables, **kwargs) -> DraftOutput:
+    def draft(self, context_states, anchor_ids, position_ids, cache, tables, tree=None, **kwargs) -> DraftOutput:
         output = super().draft(context_states, anchor_ids, position_ids, cache, tables, **kwargs)
         output.token_ids = output.token_ids.clone()
         for row, anchor in enumerate(anchor_ids[:, 0].tolist()):
@@ -122,7 +146,7 @@ class FaultyOracle(LiLiCorrDraftModel):
                     output.token_ids[row, : len(known)] = known
             if slot < output.token_ids.shape[1]:
                 output.token_ids[row, slot] = (output.token_ids[row, slot] + 1) % self.config.vocab_size
-        return output
+        return plant(output, tree)
 
 
 class AntiOracle(Oracle):
