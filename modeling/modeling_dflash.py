@@ -275,7 +275,7 @@ class DFlashModel(DFlashPreTrainedModel):
         )
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
-        logits = tables.logits(output.last_hidden_state)[:, 1:]
+        logits = tables.draft_logits(output.last_hidden_state)[:, 1:]
         return self.choose(logits, output, tables, process, temperature)
 
     def choose(
