@@ -61,6 +61,8 @@ class LiLiCorrConfig(Qwen3Config):
         logit_scale (`float`): scale of a cosine in the scores, `sigma` in equation 1 of the paper.
         sampled_walk (`bool`): whether sampling targets get drafts drawn at their temperature, verified against what
             they were drawn from, instead of the greedy walk. Either way is exact.
+        adaptive_draft (`bool`): whether a call of one sequence cuts drafts, and pauses drafting, where its own times
+            say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -89,6 +91,7 @@ class LiLiCorrConfig(Qwen3Config):
     vector_eps: float = 1e-4
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
+    adaptive_draft: bool = False
 
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:
