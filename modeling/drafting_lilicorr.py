@@ -5,6 +5,7 @@ Shapes: `b` rows still being decoded, `n` tokens so far, `d` drafted tokens, `V`
 block size, `L` tapped layers, `M` hidden width.
 """
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from .cache_lilicorr import select_columns
 from .configuration_lilicorr import check_tree_budget
 from .generation_lilicorr import BlockDrafting, block_positions
 from .lanes_lilicorr import Lane
+from .lattice_lilicorr import Lattice
+from .pacing_lilicorr import Pace
 from .target_lilicorr import tapped_states
 from .tree_lilicorr import TreeShape
 
@@ -48,6 +51,11 @@ class RowDrafting(BlockDrafting):
         self.temperature = None
         if config.do_sample and drafter.config.sampled_walk:
             self.temperature = 1.0 if config.temperature is None else config.temperature
+        # A drawn draft depends on the seed; how it is cut must not depend on the clock.
+        self.pace = Pace() if drafter.config.adaptive_draft and self.temperature is None else None
+        # Whether the drafter has still to read `context`.
+        self.unread = False
+        self.draft_started = self.pass_started = 0.0
 
     def read(self, outputs: Any, counts: list[int] | None = None, mask: torch.Tensor | None = None) -> None:
         """Takes the target's states of the positions that the next draft follows.
@@ -58,6 +66,9 @@ class RowDrafting(BlockDrafting):
             mask (`torch.Tensor`): the target's up to the anchor, with the first pass.
         """
         states = tapped_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
+        if len(states) > 1:
+            # What one row would gain another would pay for.
+            self.pace = None
         if mask is not None:
             mask = mask[:, -states.shape[1] - 1 : -1]
         if counts is not None:
@@ -68,12 +79,14 @@ class RowDrafting(BlockDrafting):
                 columns = columns.to(states.device)
                 mask = (columns >= 0).long()
                 states = states.gather(1, columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, states.shape[-1]))
-        self.context = states
+        held = self.cache.get_seq_length() + (self.context.shape[1] if self.unread else 0)
         if mask is not None or self.mask is not None:
-            ones = torch.ones(len(states), self.cache.get_seq_length() + states.shape[1], dtype=torch.long)
-            seen = ones[:, : self.cache.get_seq_length()] if self.mask is None else self.mask
+            ones = torch.ones(len(states), held + states.shape[1], dtype=torch.long)
+            seen = ones[:, :held] if self.mask is None else self.mask
             new = ones[:, seen.shape[1] :] if mask is None else mask
             self.mask = torch.cat([seen.to(self.drafter.device), new.to(self.drafter.device)], dim=-1)
+        self.context = torch.cat([self.context, states], dim=1) if self.unread else states
+        self.unread = self.max_drafted > 0
 
     def draft(
         self, anchor_ids: torch.Tensor, model_kwargs: dict[str, Any], lanes: list[Lane], budget: int, always: bool
@@ -89,7 +102,9 @@ class RowDrafting(BlockDrafting):
         """
         start = self._verify_start = self._now()
         self._draft_seconds, self._draft_output = 0.0, None
-        if budget <= 0 and not always:
+        pace = None if always else self.pace
+        self.draft_started = self.pass_started = time.perf_counter()
+        if (budget <= 0 or (pace is not None and not pace.wants_draft())) and not always:
             return None
         block = self.drafter.config.block_size
         mask = self.mask
@@ -104,7 +119,11 @@ class RowDrafting(BlockDrafting):
             **{} if self.temperature is None else {"temperature": self.temperature},
             **{"tree": TreeShape(self.tree_budget, budget)} if self.tree_budget and budget > 0 else {},
         )
+        self.unread = False
         self.close_gaps()
+        if pace is not None and output.lattice is not None:
+            output.token_ids = output.token_ids[:, : pace.length(survival(output.lattice, budget))]
+        self.pass_started = time.perf_counter()
         self._verify_start = self._now()
         self._draft_seconds = self._verify_start - start
         return output if self.max_drafted > 0 else None
@@ -158,6 +177,9 @@ class RowDrafting(BlockDrafting):
 
     def record(self, lanes: list[Lane], drafted: int, counts: list[int]) -> None:
         """Adds a pass that verified `drafted` tokens of every row and took `counts[i]` tokens in lane `i`."""
+        if self.pace is not None:
+            draft_seconds = None if self.unread else self.pass_started - self.draft_started
+            self.pace.add(drafted, counts[0], draft_seconds, time.perf_counter() - self.pass_started)
         if self.recording is None:
             return
         self.recording.passes += 1
@@ -165,6 +187,17 @@ class RowDrafting(BlockDrafting):
         rows = [(ids, count) for lane, count in zip(lanes, counts, strict=True) for ids in lane.ids]
         for row, (ids, count) in enumerate(rows):
             self.record_block(ids, row, drafted, count - 1, seconds, len(rows))
+
+
+def survival(lattice: Lattice, budget: int) -> list[float]:
+    """How probable the first `budget` tokens of the walk are, each with all before it, to the drafter.
+
+    With the shipped weights that is about how often the target accepts them; equation 2 promises several times more.
+    """
+    assert lattice.walk is not None
+    walk = lattice.walk[0, :budget]
+    log_probs = lattice.log_probs[0, : len(walk)].gather(-1, walk.unsqueeze(-1)).squeeze(-1)
+    return log_probs.cumsum(dim=-1).exp().tolist()
 
 
 __all__ = ["RowDrafting"]

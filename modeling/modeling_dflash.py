@@ -317,7 +317,7 @@ class DFlashModel(DFlashPreTrainedModel):
         )
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
-        logits = tables.logits(output.last_hidden_state)[:, self.slot_rows]
+        logits = tables.draft_logits(output.last_hidden_state)[:, self.slot_rows]
         if tree is not None:
             return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
         return self.choose(logits, output, anchor_ids, tables, process, temperature)

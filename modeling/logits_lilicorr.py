@@ -1,0 +1,79 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""The output head's product for a draft on CPUs, where in fp32 it takes longer than the rest of the draft together.
+
+A draft has no need of exact logits, only of good candidates. CPUs with bf16 instructions therefore multiply a bf16
+copy of the head, and the candidates that come out best are computed again from the head as it is. Shapes: `r` rows,
+`V` vocabulary, `M` hidden width.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+# Each row's best candidates of the bf16 product whose logits are computed exactly; a lattice takes 8 of them or 16.
+EXACT_CANDIDATES = 32
+# Below this many weights there is nothing to gain.
+SMALLEST_HEAD = 1 << 22
+
+# The bf16 copy of a head's weight and the version of the weight it was made from; it goes when the weight does.
+_copies = WeakTensorKeyDictionary()
+
+
+def draft_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Logits `[r, V]` of states `[r, M]` in the head's dtype: `head(states)`, on CPUs up to the rounding of bf16 and
+    exact for each row's best candidates.
+
+    Args:
+        head (`nn.Module`): the target's. Anything but a plain `nn.Linear` is called as it is.
+    """
+    if not multiplies_in_bf16(head) or len(states) < 2:
+        return head(states)
+    if head.weight.dtype == torch.bfloat16:
+        return weight_first(head.weight, states, head.bias)
+    coarse = weight_first(bf16_copy(head.weight), states.bfloat16(), head.bias)
+    ids = coarse.topk(EXACT_CANDIDATES, dim=-1).indices
+    exact = (F.embedding(ids, head.weight) @ states.unsqueeze(-1)).squeeze(-1)
+    if head.bias is not None:
+        exact = exact + head.bias[ids]
+    return coarse.to(exact.dtype).scatter_(-1, ids, exact)
+
+
+def weight_first(weight: torch.Tensor, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` with the weight as left factor: for few rows in bf16 less than half the time on CPUs."""
+    logits = (weight @ states.t()).t().contiguous()
+    return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+def multiplies_in_bf16(head: nn.Module) -> bool:
+    """Whether `head` is a large plain linear layer on a CPU that has instructions for bf16."""
+    return (
+        type(head) is nn.Linear
+        and head.weight.device.type == "cpu"
+        and head.weight.dtype in (torch.float32, torch.bfloat16)
+        and head.weight.numel() >= SMALLEST_HEAD
+        and not torch.is_grad_enabled()
+        # Whoever hooks the head wants to see its calls.
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and cpu_has_bf16()
+    )
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def bf16_copy(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` in bf16, made once and again after a change in place."""
+    version, copy = _copies.get(weight, (None, None))
+    if version != weight._version:
+        copy = weight.detach().bfloat16()
+        _copies[weight] = (weight._version, copy)
+    return copy
+
+
+__all__ = ["draft_logits"]

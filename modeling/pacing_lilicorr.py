@@ -1,0 +1,118 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""How far to draft, and whether to draft at all, so that a drafter never makes a call slower than it is without one.
+
+A draft of `d` tokens earns as many tokens as the target accepts, and one more, for the seconds of the draft and of a
+pass over `d + 1` rows. Both sides are estimated from the call itself.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+
+# Blocks to try before a verdict.
+TRIAL = 3
+# Passes without a draft after the first verdict against it, and at most; every verdict in a row doubles them.
+FIRST_REST, LONGEST_REST = 16, 128
+# What a block counts for in running sums when the next one is added.
+DECAY = 0.9
+# How fast the correction of what a drafter expects moves.
+CORRECTION = 0.4
+# Times kept of each kind of pass; their median stands for all.
+SAMPLES = 5
+
+
+class Pace:
+    """
+    The course of one call of one sequence.
+
+    A draft is cut where another token is expected to earn less than its rows cost at the better of two rates: that of
+    the blocks lately, and that of plain decoding. Drafting pauses when the first is the lower one, and is tried again
+    after a rest. What a drafter expects is corrected by what the target accepted lately.
+    """
+
+    def __init__(self) -> None:
+        self.pass_seconds: dict[int, deque[float]] = {}
+        self.blocks = self.resting = 0
+        self.rest = FIRST_REST
+        self.tokens = self.seconds = 0.0
+        self.exponent, self.expected = 1.0, 0.0
+        self.warm = False
+
+    def wants_draft(self) -> bool:
+        """Whether to draft for the next pass."""
+        return self.resting == 0 and not (self.blocks == TRIAL - 1 and 0 not in self.pass_seconds)
+
+    def length(self, survival: Sequence[float]) -> int:
+        """How many of the drafted tokens to verify.
+
+        Args:
+            survival (sequence of `float`): the probability, to the drafter, that the target accepts the draft up to
+                each token.
+        """
+        corrected = [chance**self.exponent for chance in survival]
+        length = self.best_length(corrected)
+        self.expected = sum(corrected[:length])
+        return length
+
+    def best_length(self, survival: Sequence[float]) -> int:
+        full = len(survival)
+        if not self.tokens or 0 not in self.pass_seconds or max(self.pass_seconds) < full:
+            return full
+        rate = max(1 / self.plain_seconds, self.tokens / self.seconds)
+        earned, best, length = 1.0, 1 - rate * self.plain_seconds, 0
+        for drafted, chance in enumerate(survival, start=1):
+            earned += chance
+            if (worth := earned - rate * self.expected_seconds(drafted)) > best:
+                best, length = worth, drafted
+        return length
+
+    @property
+    def plain_seconds(self) -> float:
+        return statistics.median(self.pass_seconds[0])
+
+    def expected_seconds(self, drafted: int) -> float:
+        """Of a pass that verifies `drafted` tokens: measured, or on the line between the nearest that were."""
+        if drafted in self.pass_seconds:
+            return statistics.median(self.pass_seconds[drafted])
+        below = max(n for n in self.pass_seconds if n < drafted)
+        above = min(n for n in self.pass_seconds if n > drafted)
+        low, high = (statistics.median(self.pass_seconds[n]) for n in (below, above))
+        return low + (high - low) * (drafted - below) / (above - below)
+
+    def add(self, drafted: int, tokens: float, draft_seconds: float | None, pass_seconds: float) -> None:
+        """Takes note of a pass.
+
+        Args:
+            drafted (`int`): tokens it verified.
+            tokens (`float`): tokens it gained.
+            draft_seconds (`float`): of the draft, also one that was cut to nothing; `None` where there was none.
+            pass_seconds (`float`): of the target's pass.
+        """
+        if not self.warm:
+            # The first block of a call does what is done once.
+            self.warm = True
+            return
+        self.pass_seconds.setdefault(drafted, deque(maxlen=SAMPLES)).append(pass_seconds)
+        if draft_seconds is None:
+            self.resting = max(0, self.resting - 1)
+            return
+        self.blocks += 1
+        self.tokens = DECAY * self.tokens + tokens
+        self.seconds = DECAY * self.seconds + draft_seconds + pass_seconds
+        if drafted:
+            error = (self.expected - min(tokens - 1, drafted)) / drafted
+            self.exponent *= math.exp(CORRECTION * error)
+        if 0 in self.pass_seconds and self.blocks >= TRIAL:
+            self.judge()
+
+    def judge(self) -> None:
+        if self.tokens / self.seconds < 1 / self.plain_seconds:
+            self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
+            self.blocks, self.tokens, self.seconds = 0, 0.0, 0.0
+        elif self.blocks > 2 * TRIAL:
+            self.rest = FIRST_REST
+
+
+__all__ = ["Pace"]
