@@ -54,7 +54,7 @@ run = $(BENCH) --output runs/benchmark/$(1).json --minutes $$(( $(MINUTES) * $(2
 VARIANTS := lilicorr argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
 benchmark: setup
 	$(call run,greedy,40) $(DATA)
-	$(call run,sampling,20) --temperatures 1 --system lilicorr --system lilicorr:walk=sampled --system argmax $(FEW)
+	$(call run,sampling,20) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
 	$(call run,concurrency,15) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
 	$(call run,lengths,15) --lengths 512,1024,2048,4096,7168 --full-length --max-new-tokens 64 $(DATA)/specbench.jsonl
 	$(call run,ablations,10) $(addprefix --system ,$(VARIANTS)) $(FEW)

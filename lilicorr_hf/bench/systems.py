@@ -4,12 +4,13 @@ A system is written `name`, or `name:option=value,option=value`: `lilicorr:k=4`,
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .variants import load_variant
+from .variants import load_variant, serving_fields
 
 
 if TYPE_CHECKING:
@@ -99,21 +100,33 @@ def parse_system(spec: str) -> System:
     if name not in METHODS:
         raise ValueError(f"Unknown system {name!r}; known are {', '.join(METHODS)}.")
     parameters = dict(list(inspect.signature(METHODS[name].build).parameters.items())[1:])
+    takes_fields = parameters.pop("fields", None) is not None
+    known = [*parameters, *(serving_fields() if takes_fields else [])]
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
-        if key not in parameters or not equals:
-            known = ", ".join(f"{option}=..." for option in parameters) or "none"
-            raise ValueError(f"System {spec!r}: {pair!r} is not an option of {name!r}; it has {known}.")
-        kind = parameters[key].annotation
-        try:
-            options[key] = int(value) if kind in (int, int | None) else value
-        except ValueError:
-            raise ValueError(f"System {spec!r}: {key!r} takes a whole number, got {value!r}.") from None
+        if key not in known or not equals:
+            wanted = ", ".join(f"{option}=..." for option in known) or "none"
+            raise ValueError(f"System {spec!r}: {pair!r} is not an option of {name!r}; it has {wanted}.")
+        options[key] = value
+        if key not in parameters:
+            options[key] = field_value(value)
+        elif parameters[key].annotation in (int, int | None):
+            if not value.isdecimal():
+                raise ValueError(f"System {spec!r}: {key!r} takes a whole number, got {value!r}.")
+            options[key] = int(value)
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
             raise ValueError(f"System {spec!r} needs an option: {name}:{key}=...")
     return System(spec, name, options)
+
+
+def field_value(text: str) -> Any:
+    """A number or truth value as JSON writes it; any other text as it is."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def parse_systems(specs: list[str]) -> list[System]:
@@ -139,21 +152,21 @@ def lilicorr(
     k: int | None = None,
     block: int | None = None,
     yarn: int | None = None,
+    **fields: Any,
 ) -> dict[str, Any]:
-    """the drafter with its head; `walk` greedy, viterbi or sampled, fewer candidates `k`, a shorter `block`, `yarn`
-    beyond so many positions"""
+    """the drafter with its head; `walk` greedy or viterbi, fewer candidates `k`, a shorter `block`, `yarn` beyond so
+    many positions, and fields of the config such as `sampled_walk`"""
     folder = path or setting.assistant
-    return {"assistant_model": load_variant(folder, setting.target, walk, k, block, yarn, setting.longest)}
+    return {"assistant_model": load_variant(folder, setting.target, walk, k, block, yarn, setting.longest, **fields)}
 
 
 @method("argmax")
 def argmax(
-    setting: Setting, path: str | None = None, block: int | None = None, yarn: int | None = None
+    setting: Setting, path: str | None = None, block: int | None = None, yarn: int | None = None, **fields: Any
 ) -> dict[str, Any]:
     """the same drafter without its head: each slot's most probable token"""
-    folder = path or setting.assistant
-    model = load_variant(folder, setting.target, "argmax", block=block, yarn=yarn, longest=setting.longest)
-    return {"assistant_model": model}
+    how = {"block": block, "yarn": yarn, "longest": setting.longest} | fields
+    return {"assistant_model": load_variant(path or setting.assistant, setting.target, "argmax", **how)}
 
 
 @method("dflash")

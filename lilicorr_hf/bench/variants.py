@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
 from lilicorr_hf.modeling.lattice_lilicorr import viterbi_path
@@ -32,12 +33,19 @@ class ViterbiDraftModel(LiLiCorrDraftModel):
         return draft
 
 
-WALKS = {
-    "greedy": LiLiCorrDraftModel,
-    "viterbi": ViterbiDraftModel,
-    "sampled": LiLiCorrDraftModel,
-    "argmax": DFlashModel,
-}
+# Classes that commit another path than the greedy walk of [`LiLiCorrDraftModel`].
+WALKS = {"greedy": LiLiCorrDraftModel, "viterbi": ViterbiDraftModel, "argmax": DFlashModel}
+# Fields that shapes of tensors, or what they were trained for, depend on; any other may be set when serving.
+TRAINED_FIELDS = {
+    "block_size", "candidate_topk", "factor_dim", "head_hidden_size", "head_mlp_ratio", "head_num_heads",
+    "head_num_layers", "intermediate_size", "mask_token_id", "max_position_embeddings", "num_hidden_layers",
+    "num_key_value_heads", "num_target_layers", "target_layer_ids", "target_name_or_path", "vector_eps",
+}  # fmt: skip
+
+
+def serving_fields() -> list[str]:
+    """Fields of a config that say how the same weights decode."""
+    return sorted(LiLiCorrConfig.__annotations__.keys() - TRAINED_FIELDS)
 
 
 def load_variant(
@@ -48,6 +56,7 @@ def load_variant(
     block: int | None = None,
     yarn: int | None = None,
     longest: int = 0,
+    **fields: Any,
 ) -> DFlashModel:
     """A checkpoint as it is, or decoded otherwise.
 
@@ -58,16 +67,21 @@ def load_variant(
         k (`int`): candidates per slot, at most those it was trained with.
         block (`int`): block size, at most that it was trained with.
         yarn (`int`): positions it was trained on; beyond them its rotations are stretched to `longest`.
+        fields: of its config, among [`serving_fields`].
 
     Raises:
-        `ValueError`: for a walk, `k` or `block` there is not.
+        `ValueError`: for a walk, `k`, `block` or value there is not.
     """
     if walk not in WALKS:
         raise ValueError(f"Unknown walk {walk!r}; known are {', '.join(WALKS)}.")
     folder = resolve_assistant(assistant)
     config = LiLiCorrConfig.from_pretrained(folder)
     if yarn is not None:
-        config.rope_parameters = yarn_parameters(config, yarn, longest)
+        fields["rope_parameters"] = yarn_parameters(config, yarn, longest)
+    try:
+        config = LiLiCorrConfig.from_dict(config.to_dict() | fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"{fields} does not fit {assistant}: {error}") from error
     model = WALKS[walk].from_pretrained(folder, config=config, dtype=target.dtype, device_map=target.device)
     model.check_target(target)
     if block is not None:
@@ -76,7 +90,6 @@ def load_variant(
         if not 1 <= k <= config.candidate_topk:
             raise ValueError(f"`k` must lie in [1, {config.candidate_topk}], the candidates of {assistant}; got {k}.")
         model.config.candidate_topk = k
-    model.config.sampled_walk = walk == "sampled"
     return model
 
 

@@ -38,7 +38,7 @@ def decode(target, **arguments):
 
 @pytest.mark.parametrize(
     "spec",
-    ["lilicorr", "lilicorr:walk=viterbi", "lilicorr:walk=sampled", "lilicorr:k=2", "lilicorr:block=3",
+    ["lilicorr", "lilicorr:walk=viterbi", "lilicorr:sampled_walk=true", "lilicorr:k=2", "lilicorr:block=3",
      "lilicorr:yarn=8", "lilicorr:k=2,block=4,walk=viterbi", "argmax", "argmax:block=3", "transformers-dflash",
      "prompt-lookup:tokens=4"],
 )  # fmt: skip
@@ -77,9 +77,18 @@ def test_fewer_candidates(target, folder):
     assert lattices and all(lattice.candidate_ids.shape[-1] == 2 for lattice in lattices)
 
 
-def test_sampled_walk_states_what_it_drew_from(target, folder):
-    assert load_variant(str(folder), target, "sampled").config.sampled_walk
+def test_fields_of_the_config(target, folder):
+    """Those that say how the same weights decode, checked as a config checks them."""
+    system = parse_system("lilicorr:sampled_walk=true,logit_scale=4,k=2")
+    assert system.label == "lilicorr:sampled_walk=True,logit_scale=4,k=2"
+    config = system.build(Setting(target, str(folder)))["assistant_model"].config
+    assert (config.sampled_walk, config.logit_scale, config.candidate_topk) == (True, 4, 2)
     assert not load_variant(str(folder), target).config.sampled_walk
+    for field in ("block_size", "vector_eps", "hidden_size"):
+        with pytest.raises(ValueError, match=f"'{field}=3' is not an option"):
+            parse_system(f"lilicorr:{field}=3")
+    with pytest.raises(ValueError, match="sampled_walk"):
+        parse_system("lilicorr:sampled_walk=maybe").build(Setting(target, str(folder)))
 
 
 @pytest.mark.parametrize("block", [2, 3, 5])
