@@ -6,7 +6,8 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training peer-engines golden clean
+.PHONY: setup generate test browser exactness decoding-speed benchmark quality style import-time screenshots \
+	peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -42,6 +43,22 @@ quality: setup
 # A batch of eight against eight single runs, and our decoding loop against transformers'; alternating runs.
 decoding-speed: setup
 	$(BIN)/python tests/support/decoding_speed.py
+
+# The tables and pictures of docs/benchmarks.md, from the JSONL files in the folder DATA, in about MINUTES. Stopped, the
+# same command goes on; numbers lie in runs/benchmark, to be removed when the weights have changed.
+DATA ?= data
+MINUTES ?= 60
+FEW := $(addprefix $(DATA)/,gsm8k.jsonl humaneval.jsonl mtbench.jsonl)
+BENCH := $(BIN)/lilicorr bench --page docs/benchmarks.md
+# Output and share of the minutes, in percent.
+run = $(BENCH) --output runs/benchmark/$(1).json --minutes $$(( $(MINUTES) * $(2) / 100 ))
+VARIANTS := lilicorr argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
+benchmark: setup
+	$(call run,greedy,40) $(DATA)
+	$(call run,sampling,20) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
+	$(call run,concurrency,15) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
+	$(call run,lengths,15) --lengths 512,1024,2048,4096,7168 --full-length --max-new-tokens 64 $(DATA)/specbench.jsonl
+	$(call run,ablations,10) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200

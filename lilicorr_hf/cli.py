@@ -1,12 +1,10 @@
 """The `lilicorr` command. Heavy imports wait until a subcommand runs, so that `--help` answers at once."""
 
 import json
-import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -104,58 +102,16 @@ def generate_table(report: dict[str, Any]) -> Table:
     return table
 
 
-@app.command()
-def bench(
-    files: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL of messages, turns or prompt.")
-    ],
-    target: Target = "smollm2-135m",
-    assistant: Assistant = "smollm2-135m",
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from each file.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
-    output: Annotated[Path | None, typer.Option(help="Where to write all numbers as JSON.")] = None,
-) -> None:
-    """Acceptance length, speed and exactness on files of prompts: the walk, and its drafter's argmax alone.
-
-    Exits with 1 if greedy text differs from plain decoding anywhere but at a tie of the target's two best tokens.
-    """
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+    help="Measure draft methods on files of prompts, or compare two runs. See `lilicorr bench --help`.",
+)
+def bench(context: typer.Context) -> None:
     with complaints():
-        from rich.progress import track
+        from .bench.cli import main
 
-        from .bench import BenchResult, read_prompts, to_json
-        from .bench import bench as run_bench
-        from .modeling.modeling_dflash import DFlashModel
-        from .pairs import load_assistant, load_target
-
-        total = sum(len(read_prompts(file, limit)) for file in files)
-        model, tokenizer = load_target(target)
-        systems = {
-            "lilicorr": load_assistant(assistant, model),
-            "drafter argmax": load_assistant(assistant, model, DFlashModel),
-        }
-        results: list[BenchResult] = []
-        steps = run_bench(model, tokenizer, systems, files, limit, max_new_tokens)
-        for result in track(steps, total=total, description="prompts", console=errors):
-            if result not in results:
-                results.append(result)
-
-    table = Table("prompts", "system", "tau", "speed-up (p10 to p90)", "identical", "ties")
-    rows = [result.summary(system) for result in results for system in systems]
-    for row in rows:
-        table.add_row(
-            row["prompts"],
-            row["system"],
-            f"{row['tau']:.3f}",
-            f"{row['speedup_median']:.2f}x ({row['speedup_p10']:.2f} to {row['speedup_p90']:.2f})",
-            f"{row['identical']}/{row['count']}",
-            f"{row['ties']} (gap {row['largest_gap']:.1e})" if row["identical"] < row["count"] else "0",
-        )
-    console.print(table)
-    if output is not None:
-        output.write_text(to_json(results, systems, provenance(target, assistant)))
-    if any(row["identical"] + row["ties"] < row["count"] for row in rows):
-        errors.print("Assisted text differs from plain decoding beyond ties of the target's two best tokens.")
-        raise typer.Exit(1)
+        main(context.args)
 
 
 @app.command()
@@ -241,25 +197,6 @@ def add_plugin(command: EntryPoint) -> None:
 
 for entry_point in entry_points(group="lilicorr.commands"):
     add_plugin(entry_point)
-
-
-def provenance(target: str, assistant: str) -> dict[str, Any]:
-    """What a measurement was made with."""
-    import torch
-    import transformers
-
-    from . import __version__
-
-    return {
-        "target": target,
-        "assistant": assistant,
-        "lilicorr_hf": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def print_plain(text: object) -> None:

@@ -15,11 +15,12 @@ ALLOWED = {
     "demo": {"demo", "lilicorr_hf", "modeling"},
 }
 FILES = [(folder, path) for folder in ALLOWED for path in sorted((ROOT / folder).glob("*.py"))]
+FILES += [("lilicorr_hf", path) for path in sorted((ROOT / "lilicorr_hf" / "bench").glob("*.py"))]
 
 
 def imported_folders(folder: str, path: Path) -> set[str]:
     """Top-level folders a file imports from, relative imports resolved against the installed name."""
-    package = ["lilicorr_hf"] if folder == "lilicorr_hf" else ["lilicorr_hf", folder]
+    package = ["lilicorr_hf", *path.relative_to(ROOT).parent.parts[folder == "lilicorr_hf" :]]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []

@@ -157,28 +157,38 @@ def data_lines(data: dict[str, Any]) -> list[str]:
 
 def acceptance_rows(evaluation: dict[str, Any], bench: dict[str, Any] | None) -> list[list[str]]:
     """Rows of the table: every file of prompts under every system, then what the run itself evaluated."""
-    rows = [bench_row(summary) for summary in bench["summary"]] if bench else [["by domain", *[NOT_MEASURED] * 4]]
+    rows = bench_rows(bench) if bench else [["by domain", *[NOT_MEASURED] * 4]]
     prompts = f"evaluation of the run ({evaluation['prompts']} prompts)"
     for which in ("last", "best"):
         rows.append([prompts, which, number(evaluation[which], ".3f"), NOT_MEASURED, NOT_MEASURED])
     return rows
 
 
+def bench_rows(bench: dict[str, Any]) -> list[list[str]]:
+    """Greedy decoding of one sequence at a time, prompts as they are, by dataset."""
+    ask = {"temperature": 0, "batch": 1, "length": None, "category": None}
+    return [
+        bench_row(summary)
+        for summary in bench["summary"]
+        if summary["system"] != "plain" and all(summary[name] == value for name, value in ask.items())
+    ]
+
+
 def bench_row(summary: dict[str, Any]) -> list[str]:
-    median, low, high = (summary[f"speedup_{name}"] for name in ("median", "p10", "p90"))
+    median, low, high = (summary[name] for name in ("speedup", "speedup_low", "speedup_high"))
     speedup = f"{median:.2f}x ({low:.2f} to {high:.2f})"
     same = f"{summary['identical']}/{summary['count']}"
-    return [summary["prompts"], summary["system"], number(summary["tau"], ".3f"), speedup, same]
+    return [summary["dataset"], summary["system"], number(summary["tau"], ".3f"), speedup, same]
 
 
 def bench_note(bench: dict[str, Any] | None) -> str:
     if bench is None:
         return "By domain: `lilicorr bench PROMPTS.jsonl --output numbers.json`, then `lilicorr card --bench`."
-    made = bench["provenance"]
+    made = bench["provenance"]["sessions"][-1]
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     return (
-        f"By domain: `lilicorr bench`, greedy, on {made['threads']} threads of {made['machine']}, torch "
-        f"{made['torch']}, transformers {made['transformers']}; median speed-up over plain decoding (10th to 90th "
-        "percentile)."
+        f"By domain: `lilicorr bench`, greedy, one sequence at a time, on {made['hardware']}, {versions}; median "
+        "speed-up over plain decoding (its 95% confidence interval)."
     )
 
 

@@ -2,21 +2,16 @@
 """What a training run was made of: `training.json` and `recipe.yaml`, written beside everything a run saves."""
 
 import json
-import platform
 import shlex
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 import yaml
 
-import lilicorr_hf
+from lilicorr_hf.provenance import without_folders
 from lilicorr_hf.targets import TARGETS
 
 
@@ -56,14 +51,6 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | None) else without_folders(str(value))
 
 
-def without_folders(text: str) -> str:
-    """The last name of an absolute path, also behind `--option=`; other text as it is."""
-    option, equals, value = text.partition("=")
-    if equals and option.startswith("--"):
-        return f"{option}={without_folders(value)}"
-    return Path(text).name if Path(text).is_absolute() else text
-
-
 def command_line(argv: Sequence[str], secret: str | None = None, processes: int = 1) -> str:
     """The shell line that starts a run with these options, without a token and without folders of this machine."""
     launcher = ["lilicorr", "train"]
@@ -78,46 +65,6 @@ def hub_id(target: str | None) -> str | None:
     if target in TARGETS:
         return TARGETS[target].base_model
     return target if target and "/" in target and not Path(target).exists() else None
-
-
-def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lilicorr_hf": lilicorr_hf.__version__,
-    }
-
-
-def commit() -> str | None:
-    """Of the clone this code runs from, with `-dirty` behind it if files differ; `None` for an installed package."""
-    here = Path(__file__).resolve()
-    git = shutil.which("git")
-    if git is None:
-        return None
-
-    def ask(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([git, "-C", str(here.parent), *words], capture_output=True, text=True)
-
-    # A package installed below somebody's repository is none of its files.
-    if ask("ls-files", "--error-unmatch", here.name).returncode:
-        return None
-    return ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").stdout.strip()
-
-
-def hardware(device: torch.device, processes: int = 1) -> str:
-    """Name of the accelerator or processor; never the machine's."""
-    if device.type != "cuda":
-        return f"{processor()}, threads: {processes * torch.get_num_threads()}"
-    name = torch.cuda.get_device_name(device)
-    return f"{processes} x {name}" if processes > 1 else name
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:

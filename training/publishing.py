@@ -17,21 +17,11 @@ from transformers.utils import logging
 from transformers.utils.hub import hf_api
 
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES
+from lilicorr_hf.provenance import commit, hardware, versions, without_folders
 
 from .arguments import LiLiCorrTrainingArguments
 from .card import CARD, model_card
-from .provenance import (
-    RECIPE,
-    RECORD,
-    Provenance,
-    commit,
-    hardware,
-    hub_id,
-    read_record,
-    versions,
-    without_folders,
-    write_record,
-)
+from .provenance import RECIPE, RECORD, Provenance, hub_id, read_record, write_record
 
 
 logger = logging.get_logger(__name__)

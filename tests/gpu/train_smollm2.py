@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from lilicorr_hf.bench import bench
-from lilicorr_hf.cli import provenance
-from lilicorr_hf.modeling.modeling_dflash import DFlashModel
-from lilicorr_hf.pairs import load_assistant, load_target
+from lilicorr_hf.bench.plan import Options, plan
+from lilicorr_hf.bench.runner import Runner
+from lilicorr_hf.bench.statistics import summarise
+from lilicorr_hf.bench.systems import Setting, parse_systems
+from lilicorr_hf.pairs import load_target
+from lilicorr_hf.provenance import commit, versions
 from lilicorr_hf.training import train
 from lilicorr_hf.training.conversations import read_rows
 from lilicorr_hf.training.regenerate import RegenerateArguments, regenerate
@@ -136,9 +138,10 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> list[dict[str, Any]]:
     model, tokenizer = load_target(args.target, dtype="bfloat16")
     model.to("cpu" if args.smoke else "cuda")
     folder = str(Path(args.output) / "drafter")
-    systems = {"lilicorr": load_assistant(folder, model), "drafter argmax": load_assistant(folder, model, DFlashModel)}
-    *_, result = bench(model, tokenizer, systems, [args.held_out], sizes.bench_prompts, sizes.bench_tokens)
-    return [result.summary(system) for system in systems]
+    options = Options(systems=("lilicorr", "argmax"), max_new_tokens=sizes.bench_tokens)
+    runner = Runner(model, tokenizer, parse_systems(list(options.systems)), Setting(model, folder), options)
+    items = plan([Path(args.held_out)], options, sizes.bench_prompts)
+    return summarise([row for item in items for row in runner.measure(item)])
 
 
 def main() -> None:
@@ -158,7 +161,7 @@ def main() -> None:
 
     report: dict[str, Any] = {
         "hardware": platform.machine() if args.smoke else torch.cuda.get_device_name(),
-        "provenance": provenance(args.target, "drafter"),
+        "provenance": versions() | {"target": Path(args.target).name, "commit": commit()},
         "sizes": asdict(sizes),
         "prompts": sum(1 for _ in read_rows(args.prompts)),
     }

@@ -62,27 +62,3 @@ def test_target_may_be_a_path(tmp_path, wrong_assistant):
 def test_unknown_target_to_fetch():
     result = lilicorr("fetch-target", "gpt5")
     assert result.exit_code == 2 and "smollm2-135m" in result.output
-
-
-def test_bench_prints_both_systems_and_writes_json(smollm2, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": "Say hello."}]},
-        {"turns": ["Name a colour.", "And another."]},
-        {"prompt": "Never reached."},
-    ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps(row) for row in rows))
-    output = tmp_path / "out.json"
-    result = lilicorr("bench", prompts, "--limit", 2, "--max-new-tokens", 8, "--output", output)
-    assert result.exit_code == 0, result.output
-    report = json.loads(output.read_text())
-    assert [row["system"] for row in report["summary"]] == ["lilicorr", "drafter argmax"]
-    assert all(row["count"] == 2 and row["identical"] + row["ties"] == 2 for row in report["summary"])
-    assert report["provenance"]["transformers"] and len(report["files"][0]["prompts"]) == 2
-
-
-def test_bench_names_a_row_it_cannot_read(smollm2, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "x"}')
-    result = lilicorr("bench", prompts)
-    assert result.exit_code == 2 and "line 1" in result.output

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lilicorr_hf.training.cohorts import find_loop
 from lilicorr_hf.training.regenerate import RegenerateArguments
@@ -16,6 +17,19 @@ TEMPLATE = (
     "{{ '<bos> ' }}{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' <end> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token="<end>",
+        additional_special_tokens=["<bos>", "<system>", "<user>", "<assistant>"],
+    )
+    made.chat_template = TEMPLATE
+    return made
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

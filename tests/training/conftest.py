@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from regeneration import TEMPLATE, WORDS, write_rows
+from regeneration import word_tokenizer, write_rows
 from tiny import tiny_target
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lilicorr_hf.training.data import Example, read_examples
@@ -12,16 +11,7 @@ from lilicorr_hf.training.data import Example, read_examples
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        eos_token="<end>",
-        additional_special_tokens=["<bos>", "<system>", "<user>", "<assistant>"],
-    )
-    made.chat_template = TEMPLATE
-    return made
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def test_smoke(tokenizer, tmp_path):
     assert report["regenerate"]["answers"] == len(read_rows(out / "answers.jsonl.gz")) >= 8
     assert report["train"]["blocks_per_second"] > 0
     assert 3 <= report["train"]["steps"] <= report["train"]["planned_steps"]
-    assert [row["system"] for row in report["bench"]] == ["lilicorr", "drafter argmax"]
+    assert [row["system"] for row in report["bench"]] == ["plain", "lilicorr", "argmax"]
     assert all(row["count"] == 2 and row["tau"] >= 1 for row in report["bench"])
 
     shards = list((out / "drafter").glob("*.safetensors"))

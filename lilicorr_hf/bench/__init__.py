@@ -1,0 +1,1 @@
+"""Measuring draft methods against plain decoding on files of prompts: the `lilicorr bench` command."""

@@ -1,0 +1,197 @@
+"""What can be measured, by name; another draft method takes one function here.
+
+A system is written `name`, or `name:option=value,option=value`: `lilicorr:k=4`, `dflash:path=runs/dflash`.
+"""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .variants import load_variant, serving_fields
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What systems are built for.
+
+    Args:
+        target (`PreTrainedModel`): whose text it is.
+        assistant (`str`): the checkpoint under test: a shipped pair's name, a path or a Hub id.
+        longest (`int`): positions of the longest sequence there will be.
+    """
+
+    target: "PreTrainedModel"
+    assistant: str
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Args:
+        words (`str`): what it is, in a line.
+        build (`Callable`): from a [`Setting`] and the options of the spec to keyword arguments for `generate`.
+        batches (`bool`): whether it takes more than one sequence at a time.
+    """
+
+    words: str
+    build: Callable[..., dict[str, Any]]
+    batches: bool = True
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(name: str, batches: bool = True) -> Callable:
+    """Registers the function that builds a method; its keyword arguments are the options a spec can set."""
+
+    def register(build: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        METHODS[name] = Method(" ".join((build.__doc__ or "").split()), build, batches)
+        return build
+
+    return register
+
+
+@dataclass(frozen=True)
+class System:
+    """One column of the tables.
+
+    Args:
+        spec (`str`): as the user wrote it.
+        name (`str`): of its method.
+        options (`dict`): for [`Method.build`].
+    """
+
+    spec: str
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The spec without folders of this machine."""
+        options = [f"{k}={Path(v).name if k == 'path' else v}" for k, v in self.options.items()]
+        return ":".join([self.name, *([",".join(options)] if options else [])])
+
+    @property
+    def batches(self) -> bool:
+        return METHODS[self.name].batches
+
+    def build(self, setting: Setting) -> dict[str, Any]:
+        """Keyword arguments for `generate`, models loaded."""
+        return METHODS[self.name].build(setting, **self.options)
+
+
+def parse_system(spec: str) -> System:
+    """
+    Raises:
+        `ValueError`: for a name nobody registered, and for options its method does not have.
+    """
+    name, _, rest = spec.partition(":")
+    if name not in METHODS:
+        raise ValueError(f"Unknown system {name!r}; known are {', '.join(METHODS)}.")
+    parameters = dict(list(inspect.signature(METHODS[name].build).parameters.items())[1:])
+    takes_fields = parameters.pop("fields", None) is not None
+    known = [*parameters, *(serving_fields() if takes_fields else [])]
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if key not in known or not equals:
+            wanted = ", ".join(f"{option}=..." for option in known) or "none"
+            raise ValueError(f"System {spec!r}: {pair!r} is not an option of {name!r}; it has {wanted}.")
+        options[key] = value
+        if key not in parameters:
+            options[key] = field_value(value)
+        elif parameters[key].annotation in (int, int | None):
+            if not value.isdecimal():
+                raise ValueError(f"System {spec!r}: {key!r} takes a whole number, got {value!r}.")
+            options[key] = int(value)
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise ValueError(f"System {spec!r} needs an option: {name}:{key}=...")
+    return System(spec, name, options)
+
+
+def field_value(text: str) -> Any:
+    """A number or truth value as JSON writes it; any other text as it is."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parse_systems(specs: list[str]) -> list[System]:
+    """Plain decoding first, which everything is compared with, then each system once."""
+    systems = [parse_system(spec) for spec in dict.fromkeys([PLAIN, *specs])]
+    labels = [system.label for system in systems]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"Two systems would both be called {next(x for x in labels if labels.count(x) > 1)!r}.")
+    return systems
+
+
+@method(PLAIN)
+def plain(setting: Setting) -> dict[str, Any]:
+    """the target alone: `generate` without an assistant"""
+    return {}
+
+
+@method("lilicorr")
+def lilicorr(
+    setting: Setting,
+    path: str | None = None,
+    walk: str = "greedy",
+    k: int | None = None,
+    block: int | None = None,
+    yarn: int | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """the drafter with its head; `walk` greedy or viterbi, fewer candidates `k`, a shorter `block`, `yarn` beyond so
+    many positions, and fields of the config such as `sampled_walk`"""
+    folder = path or setting.assistant
+    return {"assistant_model": load_variant(folder, setting.target, walk, k, block, yarn, setting.longest, **fields)}
+
+
+@method("argmax")
+def argmax(
+    setting: Setting, path: str | None = None, block: int | None = None, yarn: int | None = None, **fields: Any
+) -> dict[str, Any]:
+    """the same drafter without its head: each slot's most probable token"""
+    how = {"block": block, "yarn": yarn, "longest": setting.longest} | fields
+    return {"assistant_model": load_variant(path or setting.assistant, setting.target, "argmax", **how)}
+
+
+@method("dflash")
+def dflash(setting: Setting, path: str) -> dict[str, Any]:
+    """a drafter trained alone, from its own checkpoint"""
+    return {"assistant_model": load_variant(path, setting.target, "argmax")}
+
+
+@method("transformers-dflash", batches=False)
+def transformers_dflash(setting: Setting, path: str | None = None) -> dict[str, Any]:
+    """the same drafter in transformers' own DFlash decoding, `speculation_type="dflash"`"""
+    model = load_variant(path or setting.assistant, setting.target, "argmax")
+    return {"assistant_model": model, "speculation_type": "dflash"}
+
+
+@method("prompt-lookup", batches=False)
+def prompt_lookup(setting: Setting, tokens: int = 10) -> dict[str, Any]:
+    """transformers' prompt lookup: `tokens` copied from where the last words stood before"""
+    return {"prompt_lookup_num_tokens": tokens}
+
+
+@method("assistant", batches=False)
+def small_assistant(setting: Setting, path: str) -> dict[str, Any]:
+    """transformers' assisted decoding with a small autoregressive model of the same vocabulary"""
+    from transformers import AutoModelForCausalLM
+
+    dtype, device = setting.target.dtype, setting.target.device
+    return {"assistant_model": AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device)}
