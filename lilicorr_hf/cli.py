@@ -181,6 +181,42 @@ def read_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
+@app.command("fit-tree")
+def fit_tree(
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="JSONL of messages, turns or prompt, not trained on."),
+    ],
+    target: Target = "smollm2-135m",
+    assistant: Assistant = "smollm2-135m",
+    tree_budget: Annotated[int, typer.Option(min=1, help="Tokens of a tree.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from each file.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+) -> None:
+    """Find the `tree_weight` of an assistant: how much its trees should trust the drafter beside the head."""
+    with complaints():
+        from .bench import read_prompts
+        from .doctor import read_answers
+        from .modeling.modeling_lilicorr import LiLiCorrDraftModel
+        from .pairs import load_target, resolve_assistant
+        from .trees import tau_by_weight
+
+        model, tokenizer = load_target(target)
+        draft_model = LiLiCorrDraftModel.from_pretrained(
+            resolve_assistant(assistant), dtype=model.dtype, device_map=model.device
+        )
+        draft_model.check_target(model)
+        chats = [chat for file in files for chat in read_prompts(file, limit)]
+        answers = read_answers(model, tokenizer, chats, max_new_tokens)
+        taus = tau_by_weight(model, draft_model, answers, tree_budget)
+    table = Table("tree_weight", f"tau at {tree_budget} tokens")
+    for weight, tau in taus.items():
+        table.add_row(f"{weight:.1f}" + " (head only)" * (weight == 0) + " (DDTree)" * (weight == 1), f"{tau:.3f}")
+    console.print(table)
+    best = max(taus, key=taus.__getitem__)
+    print_plain(f'Best: "tree_weight": {best:.1f}, for the config.json of the assistant.')
+
+
 def add_plugin(command: EntryPoint) -> None:
     """A subcommand of a part of the package that builds on this one: it reads its own options, `--help` included."""
 

@@ -85,7 +85,10 @@ class Blocks:
 
 @torch.no_grad()
 def read_answers(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], max_new_tokens: int
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str | list[dict[str, str]]],
+    max_new_tokens: int,
 ) -> list[Answer]:
     """The target's answers without an assistant. They are what the checks compare drafts with."""
     answers = []

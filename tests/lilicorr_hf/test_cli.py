@@ -41,6 +41,13 @@ def test_generate_sampled_claims_no_identity(smollm2):
     assert json.loads(result.stdout)["identical"] is None
 
 
+def test_fit_tree_tries_weights_and_names_the_best(smollm2, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "Count from one to ten."}\n')
+    result = lilicorr("fit-tree", tmp_path / "held_out.jsonl", "--max-new-tokens", 24, "--tree-budget", 8)
+    assert result.exit_code == 0, result.output
+    assert "DDTree" in result.output and "head only" in result.output and '"tree_weight": ' in result.output
+
+
 @pytest.fixture
 def wrong_assistant(tmp_path):
     tiny_assistant().save_pretrained(tmp_path / "assistant")

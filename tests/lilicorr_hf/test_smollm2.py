@@ -75,6 +75,21 @@ def test_greedy_text_equals_plain_generate(smollm2, prompt):
     assert assisted.recording.tau > 1.0 and assisted.target_passes < plain.target_passes
 
 
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_greedy_text_with_trees_equals_plain_generate(smollm2, prompt):
+    model, tokenizer, assistant = smollm2
+    inputs = encode(tokenizer, prompt)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = run_generate(model, inputs, **options)
+    chains, trees = (
+        run_generate(model, inputs, custom_generate=lilicorr_hf.block_decoding(assistant, tree_budget=n), **options)
+        for n in (0, 32)
+    )
+    divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, trees.token_ids)
+    assert divergence is None or divergence.is_tie, divergence
+    assert trees.recording.tau > chains.recording.tau
+
+
 def test_answers_end(smollm2):
     """The converted target knows its end token; without it generation would run on to the length limit."""
     model, tokenizer, assistant = smollm2

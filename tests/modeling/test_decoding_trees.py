@@ -162,6 +162,32 @@ def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(at):
     assert output.tolist() == answer_of("gemma3")[:, : at + 17].tolist()
 
 
+class Spy(FaultyOracle):
+    """Keeps what the drafter itself would have drafted after each position."""
+
+    def draft(self, context_states, anchor_ids, position_ids, *args, **kwargs):
+        self.positions = position_ids[:, -self.config.block_size].tolist()
+        return super().draft(context_states, anchor_ids, position_ids, *args, **kwargs)
+
+    def choose(self, *args):
+        output = super().choose(*args)
+        self.seen |= dict(zip(self.positions, output.token_ids.tolist(), strict=True))
+        return output
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_drafter_reads_the_states_of_the_accepted_path(family):
+    """Whatever else was in the tree, it drafts as after one token at a time."""
+    seen = []
+    for nodes, answers in ((0, []), (16, faulty(family, 0).answers)):
+        spy = tiny_assistant(0, Spy, tree_budget=nodes)
+        spy.answers, spy.seen = answers, {}
+        target_of(family).generate(PROMPT, assistant_model=spy, do_sample=False, max_new_tokens=50)
+        seen.append(spy.seen)
+    singly, by_trees = seen
+    assert by_trees.items() <= singly.items() and 10 < len(by_trees) < len(singly) / 2
+
+
 PADDING = [0, 3, 7, 1, 5]
 
 
