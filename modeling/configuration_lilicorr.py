@@ -63,6 +63,8 @@ class LiLiCorrConfig(Qwen3Config):
             they were drawn from, instead of the greedy walk. Either way is exact.
         adaptive_draft (`bool`): whether a call of one sequence cuts drafts, and pauses drafting, where its own times
             say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
+        scoring (`str`): how a draft is scored, `"eager"`, `"compile"` or `"cuda_graph"`; unset, the environment's
+            `LILICORR_SCORING` or the device decides.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -92,6 +94,7 @@ class LiLiCorrConfig(Qwen3Config):
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
     adaptive_draft: bool = False
+    scoring: str | None = None
 
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:

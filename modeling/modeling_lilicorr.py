@@ -15,13 +15,12 @@ from .configuration_lilicorr import LiLiCorrConfig
 from .lattice_lilicorr import (
     Lattice,
     candidate_features,
-    candidate_pool,
-    greedy_walk,
     lattice_scores,
     processed_walk,
     sampled_walk,
 )
 from .modeling_dflash import DFlashModel, DFlashOutput, DraftOutput
+from .scoring_lilicorr import ScoringPass
 from .target_lilicorr import TargetTables
 
 
@@ -184,6 +183,7 @@ class LiLiCorrDraftModel(DFlashModel):
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)
         self.lilicorr = LiLiCorrHead(config)
+        self.scoring = ScoringPass()
         self.post_init()
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ class LiLiCorrDraftModel(DFlashModel):
         elif uniforms is not None and temperature is not None:
             walk, probs = sampled_walk(start, pair, uniforms, temperature)
         else:
-            walk = greedy_walk(start, pair)
+            walk = lattice.walk
         lattice.walk = walk
         candidates = lattice.candidate_ids[:, : walk.shape[-1]]
         token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
@@ -223,17 +223,9 @@ class LiLiCorrDraftModel(DFlashModel):
         return DraftOutput(token_ids=token_ids, proposal_logits=proposal, lattice=lattice, finite=finite)
 
     def score(self, logits: torch.Tensor, output: DFlashOutput, tables: TargetTables) -> Lattice:
-        """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
-        candidate_ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
-        start_scores, pair_scores = self.lilicorr(
-            token_embeds=tables.embed(candidate_ids).to(self.device, self.dtype),
-            log_probs=log_probs.to(self.device),
-            pass_hidden=output.last_hidden_state[:, 1:],
-            anchor_hidden=output.context_hidden_states[:, -1],
-        )
-        return Lattice(
-            candidate_ids=candidate_ids, log_probs=log_probs, start_scores=start_scores, pair_scores=pair_scores
-        )
+        """The scored lattice, with its greedy walk, of blocks whose slot logits are `[b, S, V]`."""
+        inputs = logits, output.last_hidden_state[:, 1:], output.context_hidden_states[:, -1]
+        return self.scoring(self.lilicorr, tables, inputs, self.config.scoring)
 
 
 LiLiCorrDraftModel.register_for_auto_class("AutoModel")
