@@ -290,7 +290,10 @@ def test_saved_folder_carries_its_code(folder):
         "hook_lilicorr.py",
         "lanes_lilicorr.py",
         "lattice_lilicorr.py",
+        "logits_lilicorr.py",
         "modeling_dflash.py",
         "modeling_lilicorr.py",
+        "pacing_lilicorr.py",
+        "scoring_lilicorr.py",
         "target_lilicorr.py",
     }
