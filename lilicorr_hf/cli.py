@@ -217,6 +217,49 @@ def fit_tree(
     print_plain(f'Best: "tree_weight": {best:.1f}, for the config.json of the assistant.')
 
 
+@app.command()
+def profile(
+    target: Target = "smollm2-135m",
+    assistant: Assistant = "smollm2-135m",
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape instead, such as qwen3-8b.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of both models.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda.")] = "cpu",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the first block.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks to time.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Where to write all numbers as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw them, .svg or .png.")] = None,
+) -> None:
+    """Where the time of a block goes: each part of draft and verification, beside reading its weights once."""
+    with complaints():
+        import torch
+
+        from .pairs import load_assistant, load_target
+        from .profile import draw, random_pair
+        from .profile import profile as run_profile
+
+        if shape is None:
+            model, _ = load_target(target, dtype=dtype, device_map=device)
+            draft_model = load_assistant(assistant, model)
+            filed = provenance(target, assistant)
+        else:
+            model, draft_model = random_pair(shape, device, getattr(torch, dtype))
+            filed = provenance(f"{shape}, random", f"{shape}, random")
+        result = run_profile(model, draft_model, context, rounds, filed | {"dtype": dtype, "device": device})
+        if output is not None:
+            output.write_text(result.to_json() + "\n")
+        if picture is not None:
+            draw(result, picture)
+
+    table = Table("part", "ms a block", "%", "MB of weights", "times their reading")
+    for part in result.parts:
+        ratio = f"{part.milliseconds / part.floor_milliseconds:.1f}x" if part.floor_milliseconds else ""
+        megabytes = f"{part.megabytes:.1f}" if part.megabytes else ""
+        table.add_row(part.name, f"{part.milliseconds:.2f}", f"{result.percent(part):.1f}", megabytes, ratio)
+    table.add_row("all", f"{result.total:.2f}", "100.0")
+    console.print(table)
+    console.print(f"{context} tokens of context; memory read at {result.gigabytes_per_second:.1f} GB/s.")
+
+
 def add_plugin(command: EntryPoint) -> None:
     """A subcommand of a part of the package that builds on this one: it reads its own options, `--help` included."""
 

@@ -95,6 +95,8 @@ class LiLiCorrConfig(Qwen3Config):
             they were drawn from, instead of the greedy walk. Either way is exact.
         adaptive_draft (`bool`): whether a call of one sequence cuts drafts, and pauses drafting, where its own times
             say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
+        scoring (`str`): how a draft is scored, `"eager"`, `"compile"` or `"cuda_graph"`; unset, the environment's
+            `LILICORR_SCORING` or the device decides.
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
             one pass; 0 drafts one chain.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
@@ -137,6 +139,7 @@ class LiLiCorrConfig(Qwen3Config):
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
     adaptive_draft: bool = False
+    scoring: str | None = None
     tree_budget: int = 0
     tree_weight: float | int = 0.5
 

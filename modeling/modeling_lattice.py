@@ -21,7 +21,7 @@ class LatticeDraftModel(DFlashModel):
     def score(
         self, logits: torch.Tensor, output: DFlashOutput, anchor_ids: torch.Tensor, tables: TargetTables
     ) -> Lattice:
-        """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
+        """The scored lattice, maybe with its greedy walk, of blocks whose slot logits are `[b, S, V]`."""
         raise NotImplementedError
 
     def choose(self, logits, output, anchor_ids, tables, process=None, temperature=None) -> DraftOutput:
@@ -38,7 +38,7 @@ class LatticeDraftModel(DFlashModel):
         elif uniforms is not None and temperature is not None:
             walk, probs = sampled_walk(start, pair, uniforms, temperature)
         else:
-            walk = greedy_walk(start, pair)
+            walk = greedy_walk(start, pair) if lattice.walk is None else lattice.walk
         lattice.walk = walk
         candidates = lattice.candidate_ids[:, : walk.shape[-1]]
         token_ids = candidates.gather(-1, walk.unsqueeze(-1)).squeeze(-1)

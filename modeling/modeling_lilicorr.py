@@ -12,9 +12,10 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_lilicorr import LiLiCorrConfig
-from .lattice_lilicorr import Lattice, candidate_features, candidate_pool, lattice_scores
+from .lattice_lilicorr import Lattice, candidate_features, lattice_scores
 from .modeling_dflash import DFlashOutput
 from .modeling_lattice import LatticeDraftModel
+from .scoring_lilicorr import ScoringPass
 from .target_lilicorr import TargetTables
 
 
@@ -175,6 +176,7 @@ class LiLiCorrDraftModel(LatticeDraftModel):
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)
         self.lilicorr = LiLiCorrHead(config)
+        self.scoring = ScoringPass()
         self.post_init()
 
     @torch.no_grad()
@@ -191,17 +193,8 @@ class LiLiCorrDraftModel(LatticeDraftModel):
     def score(
         self, logits: torch.Tensor, output: DFlashOutput, anchor_ids: torch.Tensor, tables: TargetTables
     ) -> Lattice:
-        """The scored lattice, not yet walked, of blocks whose slot logits are `[b, S, V]`."""
-        candidate_ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
-        start_scores, pair_scores = self.lilicorr(
-            token_embeds=tables.embed(candidate_ids).to(self.device, self.dtype),
-            log_probs=log_probs.to(self.device),
-            pass_hidden=output.last_hidden_state[:, 1:],
-            anchor_hidden=output.context_hidden_states[:, -1],
-        )
-        return Lattice(
-            candidate_ids=candidate_ids, log_probs=log_probs, start_scores=start_scores, pair_scores=pair_scores
-        )
+        inputs = logits, output.last_hidden_state[:, self.slot_rows], output.context_hidden_states[:, -1]
+        return self.scoring(self.lilicorr, tables, inputs, self.config.scoring)
 
 
 LiLiCorrDraftModel.register_for_auto_class("AutoModel")

@@ -29,7 +29,7 @@ from lilicorr_hf.training.trainer import LiLiCorrTrainer
 CODE = {
     f"{name}.py" for name in ("configuration_lilicorr", "generation_lilicorr", "hook_lilicorr", "lattice_lilicorr")
 }
-CODE |= {"logits_lilicorr.py", "modeling_dflash.py", "modeling_lilicorr.py", "target_lilicorr.py"}
+CODE |= {"modeling_dflash.py", "modeling_lilicorr.py", "target_lilicorr.py"}
 PAPERS = {"README.md", "recipe.yaml", "training.json"}
 
 

@@ -1,0 +1,358 @@
+"""Where the time of a block goes: the parts of draft and verification, as in table 3 of the LiLiCorr paper.
+
+Shapes: `B` block size, `S = B - 1` slots, `L` tapped layers, `M` hidden width.
+"""
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.cache_utils import DFlashCache, DynamicCache
+
+from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
+from .modeling.generation_lilicorr import record
+from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
+from .modeling.logits_lilicorr import multiplies_in_bf16
+from .modeling.modeling_lilicorr import LiLiCorrDraftModel
+from .modeling.target_lilicorr import TargetTables
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PARTS = ("embed", "context", "drafter", "lm_head", "top-K", "head", "walk", "verify", "host")
+
+
+@dataclass
+class Shape:
+    """Sizes of a target and of its assistant, for random weights."""
+
+    target: Any
+    fields: dict[str, Any]
+    drafter_layers: int
+    assistant: dict[str, Any]
+
+
+def qwen3(hidden_size: int, intermediate_size: int) -> Shape:
+    """A Qwen3 of 36 layers and the paper's assistant for it."""
+    fields = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    return Shape(Qwen3Config, fields, 5, {"block_size": 16})
+
+
+SMALL_HEAD = {"block_size": 8, "head_hidden_size": 256, "head_num_heads": 4, "factor_dim": 256}
+SHAPES = {
+    "tiny": Shape(
+        LlamaConfig,
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "vocab_size": 4096,
+        },
+        2,
+        SMALL_HEAD | {"head_hidden_size": 64, "factor_dim": 64},
+    ),
+    "smollm2-135m": Shape(
+        LlamaConfig,
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 49152,
+        },
+        3,
+        SMALL_HEAD,
+    ),
+    "qwen3-4b": qwen3(2560, 9728),
+    "qwen3-8b": qwen3(4096, 12288),
+}
+
+
+def random_pair(name: str, device: str, dtype: torch.dtype) -> "tuple[PreTrainedModel, LiLiCorrDraftModel]":
+    """Target and assistant of a named shape, with random weights.
+
+    Raises:
+        `ValueError`: for a shape that has no name here.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"There is no shape {name!r}; there are {sorted(SHAPES)}.")
+    shape = SHAPES[name]
+    layers = shape.fields["num_hidden_layers"]
+    config = LiLiCorrConfig(
+        **shape.fields | {"num_hidden_layers": shape.drafter_layers},
+        **shape.assistant,
+        num_target_layers=layers,
+        target_layer_ids=capture_layer_ids(layers, shape.drafter_layers),
+        mask_token_id=shape.fields["vocab_size"] - 1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    with torch.device(device):
+        target = AutoModelForCausalLM.from_config(shape.target(**shape.fields, eos_token_id=None), dtype=dtype)
+        assistant = LiLiCorrDraftModel(config).to(dtype)
+    return target.eval(), assistant.eval()
+
+
+@dataclass
+class Part:
+    """One row of the table.
+
+    Args:
+        milliseconds (`float`): of a block, the median over rounds.
+        megabytes (`float`): weights the part has to read; 0 where they do not count.
+        floor_milliseconds (`float`): what reading them takes at the bandwidth measured in the same run.
+    """
+
+    name: str
+    milliseconds: float
+    megabytes: float
+    floor_milliseconds: float
+
+
+@dataclass
+class Profile:
+    """A profile of blocks after `context` tokens; `gigabytes_per_second` is what one large tensor was read at."""
+
+    context: int
+    rounds: int
+    gigabytes_per_second: float
+    parts: list[Part]
+    provenance: dict[str, Any]
+
+    @property
+    def total(self) -> float:
+        return sum(part.milliseconds for part in self.parts)
+
+    def percent(self, part: Part) -> float:
+        return 100 * part.milliseconds / self.total
+
+    def to_json(self) -> str:
+        rows = [asdict(part) | {"percent": self.percent(part)} for part in self.parts]
+        return json.dumps(asdict(self) | {"parts": rows, "total_milliseconds": self.total}, indent=2)
+
+
+class Stopwatch:
+    """Seconds between stamps, by the name of what ended with each, after pending work on the device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.last = self.now()
+
+    def now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+    def restart(self) -> None:
+        self.last = self.now()
+
+    def stamp(self, name: str) -> None:
+        now = self.now()
+        self.seconds[name].append(now - self.last)
+        self.last = now
+
+    def milliseconds(self, name: str) -> float:
+        """Median of all rounds but the first two, in which caches fill."""
+        return 1e3 * statistics.median(self.seconds[name][2:])
+
+
+@torch.no_grad()
+def profile(
+    target: "PreTrainedModel",
+    assistant: LiLiCorrDraftModel,
+    context: int = 256,
+    rounds: int = 20,
+    provenance: dict[str, Any] | None = None,
+) -> Profile:
+    """Times the parts of a block one after the other on random tokens, and the rest of a real `generate` call.
+
+    Args:
+        target (`PreTrainedModel`), assistant ([`LiLiCorrDraftModel`]): on one device.
+        context (`int`): tokens before the first block.
+        rounds (`int`): blocks to time, after two that are not.
+        provenance (`dict`): what the profile is to be filed under.
+    """
+    watch = Stopwatch(target.device)
+    blocks = Blocks(target, assistant, context, watch)
+    for _ in range(rounds + 2):
+        blocks.run()
+    bandwidth = read_bandwidth(target.device)
+    sizes = weights(target, assistant)
+    milliseconds = {name: watch.milliseconds(name) for name in PARTS if name != "host"}
+    milliseconds["host"] = host_milliseconds(target, assistant, context, rounds)
+    parts = [
+        Part(name, milliseconds[name], sizes.get(name, 0) / 1e6, 1e3 * sizes.get(name, 0) / bandwidth)
+        for name in PARTS
+    ]
+    return Profile(context, rounds, bandwidth / 1e9, parts, provenance or {})
+
+
+class Blocks:
+    """Blocks of a growing text, each drafted and verified part by part, as the decoding loop does it at once."""
+
+    def __init__(self, target: "PreTrainedModel", assistant: LiLiCorrDraftModel, context: int, watch: Stopwatch):
+        self.target: Any = target
+        self.assistant: Any = assistant
+        self.watch = watch
+        self.tables = TargetTables(target)
+        self.config = assistant.config
+        self.taps = [i + 1 for i in self.config.target_layer_ids]
+        self.cache, self.draft_cache = DynamicCache(config=target.config), DFlashCache(config=self.config)
+        ids = torch.randint(self.config.vocab_size, (1, context), device=target.device)
+        self.states = self.read(ids)
+        self.seen = 0
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's pass over `ids [1, n]`: its tapped states `[1, n, L * M]`."""
+        output = self.target(
+            input_ids=ids,
+            cache=self.cache,
+            use_cache=True,
+            output_hidden_states=self.taps,
+            logits_to_keep=ids.shape[1],
+        )
+        return torch.cat([output.hidden_states[i] for i in self.taps], dim=-1)
+
+    def run(self) -> None:
+        """One block, of which the anchor and half the slots count as accepted."""
+        assistant, watch, block = self.assistant, self.watch, self.config.block_size
+        rows = self.states.shape[1]
+        watch.restart()
+        anchor = torch.randint(self.config.vocab_size, (1, 1), device=self.target.device)
+        masks = anchor.new_full((1, block - 1), self.config.mask_token_id)
+        noise = self.tables.embed(torch.cat([anchor, masks], dim=-1)).to(assistant.dtype)
+        self.draft_cache.set_previous_accepted_tokens(rows)
+        positions = torch.arange(self.seen, self.seen + rows + block, device=anchor.device).unsqueeze(0)
+        watch.stamp("embed")
+        handle = assistant.hidden_norm.register_forward_hook(lambda *_: watch.stamp("context"))
+        output = assistant(
+            noise_embeds=noise, context_hidden_states=self.states, position_ids=positions, cache=self.draft_cache
+        )
+        handle.remove()
+        self.draft_cache.crop(-block)
+        watch.stamp("drafter")
+        logits = self.tables.draft_logits(output.last_hidden_state)[:, 1:]
+        watch.stamp("lm_head")
+        ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
+        watch.stamp("top-K")
+        embeds = self.tables.embed(ids).to(assistant.dtype)
+        start, pair = assistant.scoring.fold(assistant.lilicorr)(
+            embeds, log_probs, output.last_hidden_state[:, 1:], output.context_hidden_states[:, -1]
+        )
+        watch.stamp("head")
+        walk = greedy_walk(start, pair)
+        draft = ids.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
+        watch.stamp("walk")
+        states = self.read(torch.cat([anchor, draft], dim=-1))
+        watch.stamp("verify")
+        self.seen += rows
+        kept = 1 + self.config.num_slots // 2
+        self.cache.crop(kept - block)
+        self.states = states[:, :kept]
+
+
+def host_milliseconds(target: Any, assistant: LiLiCorrDraftModel, context: int, rounds: int) -> float:
+    """What a block of `generate` takes outside the draft and the target's pass, the median of a call."""
+    ids = torch.randint(assistant.config.vocab_size, (1, context), device=target.device)
+    watch, ends = Stopwatch(target.device), [0.0]
+    handles = [
+        target.register_forward_pre_hook(lambda *_: watch.restart()),
+        target.register_forward_hook(lambda *_: watch.stamp("pass")),
+    ]
+    with record(on_block=lambda _: ends.append(watch.now())) as recording:
+        target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=assistant,
+            do_sample=False,
+            min_new_tokens=rounds + 4,
+            max_new_tokens=rounds + 4,
+        )
+    for handle in handles:
+        handle.remove()
+    passes = watch.seconds["pass"][1:]
+    blocks = zip(ends[1:], ends[2:], recording.blocks[1:], passes[1:], strict=False)
+    return 1e3 * statistics.median(after - before - block.draft_seconds - run for before, after, block, run in blocks)
+
+
+def weights(target: "PreTrainedModel", assistant: LiLiCorrDraftModel) -> dict[str, int]:
+    """Bytes of weights that each part reads once a block."""
+    model: Any = assistant
+    output_head: Any = target.get_output_embeddings()
+    embedding: Any = target.get_input_embeddings()
+    # In a draft a CPU may read a copy in bf16.
+    head = 2 * output_head.weight.numel() if multiplies_in_bf16(output_head) else size(output_head)
+    body = size(target) - (0 if embedding.weight is output_head.weight else size(embedding))
+    return {
+        "context": size(model.fc) + size(model.hidden_norm),
+        "drafter": size(model.layers) + size(model.norm),
+        "lm_head": head,
+        "head": size(model.lilicorr),
+        "verify": body,
+    }
+
+
+def size(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def read_bandwidth(device: torch.device, megabytes: int = 256) -> float:
+    """Bytes a second at which a tensor far larger than most caches is summed, the best of five times."""
+    data = torch.ones(megabytes * 250_000, device=device)
+    watch = Stopwatch(device)
+    for _ in range(5):
+        watch.restart()
+        data.sum()
+        watch.stamp("sum")
+    return 1e6 * megabytes / min(watch.seconds["sum"])
+
+
+def draw(result: Profile, path: Path) -> None:
+    """Bars of the parts, with what reading their weights alone would take.
+
+    Raises:
+        `ImportError`: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib: `pip install matplotlib`.") from error
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    names = [part.name for part in result.parts]
+    axes.barh(names, [part.milliseconds for part in result.parts], color="#4477aa", label="measured")
+    floors = [part.floor_milliseconds for part in result.parts]
+    axes.barh(names, floors, height=0.35, color="#ee6677", label="reading the weights once")
+    for part in result.parts:
+        axes.annotate(
+            f" {part.milliseconds:.2f} ms, {result.percent(part):.1f}%", (part.milliseconds, part.name), va="center"
+        )
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel(f"ms a block, {result.context} tokens of context; {result.total:.1f} ms in all")
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+
+
+__all__ = ["SHAPES", "Part", "Profile", "draw", "profile", "random_pair"]
