@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser exactness decoding-speed quality style import-time screenshots peer-training peer-engines golden clean
+.PHONY: setup generate test browser exactness decoding-speed quality style versions import-time screenshots peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -47,6 +47,11 @@ decoding-speed: setup
 N ?= 200
 exactness: setup
 	EXACTNESS_CASES=$(N) $(BIN)/python -m pytest -q tests/exactness
+
+# The decoding tests on each of these versions of transformers.
+VERSIONS ?= 5.22.2 5.23.0 5.24.0
+versions: setup
+	$(BIN)/python tests/support/versions.py $(VERSIONS)
 
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup
