@@ -6,14 +6,14 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test browser exactness decoding-speed benchmark quality style import-time screenshots \
-	peer-training peer-engines golden clean
+.PHONY: setup generate test docs browser exactness decoding-speed benchmark quality style versions import-time \
+	screenshots peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
 	$(BIN)/lilicorr generate "$(PROMPT)"
 
-test: setup quality
+test: setup quality docs
 	$(BIN)/lilicorr fetch-target smollm2-135m
 	$(BIN)/python -m pytest -q
 
@@ -40,6 +40,10 @@ quality: setup
 	@! ls build/types | grep -v -e '^bin$$' -e '^lilicorr_hf' || { echo "the wheel owns more than lilicorr_hf"; exit 1; }
 	cd build/types && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lilicorr_hf
 
+# The manual as pages in build/docs, with a reference from docstrings; any warning is an error, no network needed.
+docs: quality
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # A batch of eight against eight single runs, and our decoding loop against transformers'; alternating runs.
 decoding-speed: setup
 	$(BIN)/python tests/support/decoding_speed.py
@@ -64,6 +68,11 @@ benchmark: setup
 N ?= 200
 exactness: setup
 	EXACTNESS_CASES=$(N) $(BIN)/python -m pytest -q tests/exactness
+
+# The decoding tests on each of these versions of transformers.
+VERSIONS ?= 5.22.2 5.23.0 5.24.0
+versions: setup
+	$(BIN)/python tests/support/versions.py $(VERSIONS)
 
 # Seconds that importing lilicorr_hf adds to importing transformers' generation; median of 7 alternating runs.
 import-time: setup

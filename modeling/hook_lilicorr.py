@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-TESTED_TRANSFORMERS = "5.24"
+# Versions the exactness suite passes on. Earlier ones hand a model its cache under another name.
+TESTED_TRANSFORMERS = ("5.24",)
 
 _stock_loop: ContextVar[bool] = ContextVar("lilicorr_stock_loop", default=False)
 
@@ -141,8 +142,27 @@ def check_hook_points(owner: Any) -> None:
         if method is None or not expected <= set(inspect.signature(method).parameters):
             raise RuntimeError(
                 f"transformers {transformers.__version__} has no `GenerationMixin.{name}` that this version of "
-                f"lilicorr_hf knows; it is tested with transformers {TESTED_TRANSFORMERS}. Install that version."
+                f"lilicorr_hf knows, so `assistant_model=` cannot find a block drafter; tested with transformers are "
+                f"{', '.join(TESTED_TRANSFORMERS)}. `generate(..., custom_generate=block_decoding(assistant))` needs "
+                "no such method."
             )
+
+
+def check_version(version: str) -> None:
+    """Raises `ImportError` for a transformers that is too old, and warns once of one that nobody tested."""
+    tested = ", ".join(TESTED_TRANSFORMERS)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    known = [tuple(int(part) for part in name.split(".")) for name in TESTED_TRANSFORMERS]
+    if numbers < min(known):
+        raise ImportError(
+            f"transformers {version} is too old for lilicorr_hf, which is tested with {tested}: "
+            f"`pip install 'transformers>={TESTED_TRANSFORMERS[0]}'`."
+        )
+    if numbers not in known:
+        logger.warning_once(
+            f"lilicorr_hf is tested with transformers {tested}, not with {version}. Should text differ from plain "
+            "decoding, that is the first thing to change."
+        )
 
 
 def hooked(owner: Any, name: str) -> Any:
@@ -160,16 +180,26 @@ def wrap(owner: Any, name: str) -> Callable:
 def install_hook() -> None:
     """Makes `generate(assistant_model=...)` of every model use a block drafter's own decoding loop.
 
-    Importing the package calls it. It wraps three private methods of `GenerationMixin`, once however often and from
+    Importing the package does it. It wraps three private methods of `GenerationMixin`, once however often and from
     however many copies of this file it is called; every other assistant goes the way it always went.
 
     Raises:
         `RuntimeError`: if this transformers has no such methods, naming the tested versions.
+        `ImportError`: if it is older than those.
     """
+    check_version(transformers.__version__)
     check_hook_points(GenerationMixin)
     for name in WRAPPERS:
         if hooked(GenerationMixin, name) is None:
             setattr(GenerationMixin, name, wrap(GenerationMixin, name))
+
+
+def install_hook_or_warn() -> None:
+    """What importing does: without the hook there is still `custom_generate`, which needs the import to succeed."""
+    try:
+        install_hook()
+    except RuntimeError as error:
+        logger.warning_once(str(error))
 
 
 def uninstall_hook() -> None:
@@ -222,4 +252,4 @@ def attach(target: "PreTrainedModel", assistant: "DFlashModel") -> Attachment:
     return Attachment(target)
 
 
-__all__ = ["Attachment", "attach", "install_hook", "stock_loop", "uninstall_hook"]
+__all__ = ["Attachment", "attach", "install_hook", "install_hook_or_warn", "stock_loop", "uninstall_hook"]

@@ -33,7 +33,7 @@ from .configuration_lilicorr import LiLiCorrConfig
 from .convolution_lilicorr import BlockConvolution
 from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
-from .hook_lilicorr import install_hook
+from .hook_lilicorr import install_hook_or_warn
 from .lattice_lilicorr import Lattice, processed_slots
 from .target_lilicorr import TargetTables, check_target, require_mask_token
 from .tree_lilicorr import TreeShape, marginal_tree, steered_slots
@@ -371,7 +371,7 @@ class DFlashModel(DFlashPreTrainedModel):
         return BlockDecoder(self, target, input_ids, **kwargs).decode()
 
 
-install_hook()
+install_hook_or_warn()
 # Checkpoints carry these files, so that they load where the package is not installed.
 DFlashModel.register_for_auto_class("AutoModel")
 

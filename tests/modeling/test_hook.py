@@ -74,8 +74,34 @@ def test_wrapped_methods_keep_their_signature():
 @pytest.mark.parametrize("name", ["_get_candidate_generator", "_validate_generation_mode"])
 def test_unknown_transformers_is_an_error_that_names_the_tested_versions(unhooked, monkeypatch, name):
     monkeypatch.setattr(GenerationMixin, name, lambda self, something_else: None)
-    with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24"):
+    with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24.*custom_generate"):
         lilicorr_hf.install_hook()
+
+
+def test_without_the_hook_custom_generate_still_decodes(unhooked, monkeypatch, pair):
+    target, assistant = pair
+    warnings = []
+    monkeypatch.setattr(hook_lilicorr.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", lambda self, something_else: None)
+    hook_lilicorr.install_hook_or_warn()
+    assert len(warnings) == 1 and "custom_generate=block_decoding" in warnings[0]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(PROMPT, custom_generate=lilicorr_hf.block_decoding(assistant), **options)
+    assert output.tolist() == target.generate(PROMPT, **options).tolist()
+
+
+@pytest.mark.parametrize("version, warned", [("5.24.0", 0), ("5.24.7", 0), ("5.25.0.dev0", 1), ("6.0.0", 1)])
+def test_versions_that_nobody_tested_are_told_of(monkeypatch, version, warned):
+    warnings = []
+    monkeypatch.setattr(hook_lilicorr.logger, "warning_once", warnings.append)
+    hook_lilicorr.check_version(version)
+    assert len(warnings) == warned and all("5.24" in text and version in text for text in warnings)
+
+
+def test_versions_that_are_too_old_are_refused():
+    for version in ("4.57.6", "5.23.0"):
+        with pytest.raises(ImportError, match=rf"(?s){version}.*transformers>=5\.24"):
+            hook_lilicorr.check_version(version)
 
 
 def test_attach_serves_one_instance_only(unhooked, pair):
