@@ -106,13 +106,16 @@ class RowDrafting(BlockDrafting):
         self.draft_started = self.pass_started = time.perf_counter()
         if (budget <= 0 or (pace is not None and not pace.wants_draft())) and not always:
             return None
+        if self.mask is not None:
+            self.mask = self.mask[:, self.outside_window(self.context.shape[1]) :]
+        self.context = self.slide_window(self.context)
         block = self.drafter.config.block_size
         mask = self.mask
         output = self.draft_block(
             context_states=self.context,
             anchor_ids=anchor_ids,
             position_ids=block_positions(
-                model_kwargs, self.context.shape[1], self.cache.get_seq_length(), self.drafter
+                model_kwargs, self.context.shape[1], self.cache.get_seq_length() + self.skipped, self.drafter
             ),
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(len(mask), block)], dim=-1),
             process=self.process(lanes),
