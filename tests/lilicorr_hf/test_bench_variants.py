@@ -38,10 +38,21 @@ def decode(target, **arguments):
 
 @pytest.mark.parametrize(
     "spec",
-    ["lilicorr", "lilicorr:walk=viterbi", "lilicorr:sampled_walk=true", "lilicorr:k=2", "lilicorr:block=3",
-     "lilicorr:yarn=8", "lilicorr:context_window=3", "lilicorr:k=2,block=4,walk=viterbi", "argmax", "argmax:block=3", "transformers-dflash",
-     "prompt-lookup:tokens=4"],
-)  # fmt: skip
+    [
+        "lilicorr",
+        "lilicorr:walk=viterbi",
+        "lilicorr:sampled_walk=true",
+        "lilicorr:k=2",
+        "lilicorr:block=3",
+        "lilicorr:yarn=8",
+        "lilicorr:context_window=3",
+        "lilicorr:k=2,block=4,walk=viterbi",
+        "argmax",
+        "argmax:block=3",
+        "transformers-dflash",
+        "prompt-lookup:tokens=4",
+    ],
+)
 def test_every_system_decodes_exactly(target, folder, spec):
     arguments = parse_system(spec).build(Setting(target, str(folder), longest=27))
     assert decode(target, do_sample=False, **arguments)[0].equal(decode(target, do_sample=False)[0])
