@@ -67,8 +67,8 @@ class SequentialDraftModel(DFlashModel):
 
     def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
         raise ValueError(
-            f"{type(self).__name__} drafts chains alone: its head would have to be asked for every node of a tree. Set "
-            "`tree_budget` to 0."
+            f"{type(self).__name__} drafts chains alone: its head would have to be asked for every node of a tree. "
+            "Set `tree_budget` to 0."
         )
 
 
