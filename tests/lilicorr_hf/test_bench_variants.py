@@ -138,3 +138,6 @@ def test_yarn_reaches_the_longest_sequence(target, folder):
     # The slowest rotation is stretched by the whole factor, the fastest not at all.
     ratio = usual.rotary_emb.inv_freq / stretched.rotary_emb.inv_freq
     assert ratio[-1] == pytest.approx(8) and ratio[0] == pytest.approx(1)
+    rope = yarn_parameters(config, trained=8, longest=64)
+    by_hand = LiLiCorrDraftModel.from_pretrained(folder, rope_parameters=rope, context_window=5)
+    assert by_hand.rotary_emb.inv_freq.equal(stretched.rotary_emb.inv_freq) and by_hand.config.context_window == 5

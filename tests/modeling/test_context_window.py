@@ -95,6 +95,36 @@ def test_rows_of_a_batch(target):
         assert output.equal(plain)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("chunk", [1, 4, 9, 50])
+def test_prompts_read_in_chunks(target, window, chunk):
+    """The drafter sees what it would see of a prompt read at once, and keeps no more of it."""
+    prompt = PROMPT.repeat(1, 3)
+    whole, chunked = watched(window), watched(window)
+    text, expected = decode(target, whole, prompt)
+    actual_text, actual = decode(target, chunked, prompt, prefill_chunk_size=chunk)
+    assert actual_text.equal(text) and chunked.rows[0][0] == (window or prompt.shape[1])
+    assert actual.accepted == expected.accepted
+    for ours, theirs in zip(actual.blocks, expected.blocks, strict=True):
+        if theirs.lattice is not None:
+            torch.testing.assert_close(ours.lattice.pair_scores, theirs.lattice.pair_scores, atol=1e-4, rtol=1e-4)
+
+
+def test_padded_rows_read_in_chunks(target):
+    batch = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 4:], (4, 0))])
+    mask = torch.ones_like(batch)
+    mask[1, :4] = 0
+    options = {"attention_mask": mask, "prefill_chunk_size": 3} | OPTIONS
+    plain = target.generate(batch, **options)
+    recorded = []
+    for extra in ({}, {"prefill_chunk_size": None}):
+        with record() as r:
+            output = target.generate(batch, assistant_model=watched(5), **options | extra)
+        assert output.equal(plain)
+        recorded.append(r.accepted)
+    assert recorded[0] == recorded[1]
+
+
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(Exception, match="context_window"):
         LiLiCorrConfig(context_window=0)
