@@ -110,6 +110,7 @@ class LiLiCorrConfig(Qwen3Config):
         markov_rank (`int`): rank of a [`DSparkModel`]'s head.
         markov_head_type (`str`): its variant: vanilla, gated or rnn.
         selector_rank (`int`): rank of a [`DFlash2Model`]'s candidate selector.
+        context_window (`int`): context rows the drafter sees and keeps, the last ones; `None` for all of them.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -152,6 +153,7 @@ class LiLiCorrConfig(Qwen3Config):
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     selector_rank: int = 256
+    context_window: int | None = None
 
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:
@@ -189,6 +191,10 @@ class LiLiCorrConfig(Qwen3Config):
             )
         if group and self.hidden_size % group:
             raise ValueError(f"`hidden_size` {self.hidden_size} is not a multiple of `conv_group_size` {group}.")
+
+    def validate_window(self):
+        if self.context_window is not None and self.context_window < 1:
+            raise ValueError(f"`context_window` must be at least 1 row, or `None` for all, got {self.context_window}.")
 
     def validate_taps(self):
         ids, n = self.target_layer_ids, self.num_target_layers

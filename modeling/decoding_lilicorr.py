@@ -8,6 +8,7 @@ row gets a lane of its own: it advances as far as its own draft reaches, and lea
 Shapes: `b` rows still being decoded, `n` tokens so far, `d` drafted tokens, `V` vocabulary.
 """
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ class BlockDecoder:
     def prefill(self) -> None:
         """Reads what the cache does not hold of the prompts, and takes the first token of every row."""
         ids = torch.cat([lane.ids for lane in self.lanes])
-        outputs = self.target._prefill(ids, self.config, self.kwargs | self.drafting.model_kwargs_overrides)
+        outputs = self.read_prompt(ids)
         check_cache(outputs.cache, before_prefill=False)
         self.cache = outputs.cache
         # Not before: while a layer with a window records, the whole prompt would stay in it.
@@ -171,6 +172,29 @@ class BlockDecoder:
         for lane, logits in zip(self.lanes, outputs.logits[:, -1:].split(self.lane_sizes()), strict=True):
             lane.verify(logits)
         self.retire()
+
+    def read_prompt(self, ids: torch.Tensor) -> Any:
+        """The target's pass over the prompts `[b, n]`, the last one if it reads them in chunks.
+
+        Its own loop over chunks would keep the states of the last one alone from the drafter.
+        """
+        given = {name for name, value in self.kwargs.items() if value is not None}
+        mask, config = self.kwargs.get("attention_mask"), copy.copy(self.config)
+        length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+        if config.prefill_chunk_size is None or not given <= ROW_ARGUMENTS or length != ids.shape[1]:
+            return self.target._prefill(ids, self.config, self.kwargs | self.drafting.model_kwargs_overrides)
+        chunk, config.prefill_chunk_size = config.prefill_chunk_size, None
+        start = self.cache.get_seq_length()
+        for end in [*range(start + chunk, length, chunk), length]:
+            sliced = {name: self.kwargs[name][..., :end] for name in given & {"attention_mask", "position_ids"}}
+            # Where there is no mask, this says that the ids start at the first position.
+            config._mask_length = end
+            outputs = self.target._prefill(
+                ids[:, :end], config, self.kwargs | sliced | self.drafting.model_kwargs_overrides
+            )
+            if end < length:
+                self.drafting.read(outputs, mask=None if mask is None else mask[:, : end + 1])
+        return outputs
 
     def lane_sizes(self) -> list[int]:
         return [len(lane.ids) for lane in self.lanes]

@@ -63,7 +63,7 @@ class RowDrafting(BlockDrafting):
         Args:
             outputs (`ModelOutput`): of the target's last pass.
             counts (`list[int]`): how many of its positions to take for each row; `None` for all.
-            mask (`torch.Tensor`): the target's up to the anchor, with the first pass.
+            mask (`torch.Tensor`): the target's up to the position after them, with passes over the prompt.
         """
         states = tapped_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
         if len(states) > 1:
@@ -87,6 +87,9 @@ class RowDrafting(BlockDrafting):
             self.mask = torch.cat([seen.to(self.drafter.device), new.to(self.drafter.device)], dim=-1)
         self.context = torch.cat([self.context, states], dim=1) if self.unread else states
         self.unread = self.max_drafted > 0
+        if self.mask is not None:
+            self.mask = self.mask[:, self.outside_window(self.context.shape[1]) :]
+        self.context = self.slide_window(self.context)
 
     def draft(
         self, anchor_ids: torch.Tensor, model_kwargs: dict[str, Any], lanes: list[Lane], budget: int, always: bool
@@ -112,7 +115,7 @@ class RowDrafting(BlockDrafting):
             context_states=self.context,
             anchor_ids=anchor_ids,
             position_ids=block_positions(
-                model_kwargs, self.context.shape[1], self.cache.get_seq_length(), self.drafter
+                model_kwargs, self.context.shape[1], self.cache.get_seq_length() + self.skipped, self.drafter
             ),
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(len(mask), block)], dim=-1),
             process=self.process(lanes),

@@ -176,6 +176,8 @@ class BlockDrafting:
         self.drafter = drafter
         self.tables = TargetTables(target)
         self.cache = DFlashCache(config=drafter.config)
+        # Context rows that were left out, or have left the window.
+        self.skipped = 0
         self.max_length = generation_config.max_length
         self.max_drafted = drafter.num_drafted
         if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
@@ -201,6 +203,21 @@ class BlockDrafting:
         if self.recording is not None and self.recording.lattice:
             self._draft_output = output
         return output
+
+    def outside_window(self, rows: int) -> int:
+        """How many of the oldest context rows, cached ones first, leave the drafter's window for `rows` new ones."""
+        window = self.drafter.config.context_window
+        return 0 if window is None else max(self.cache.get_seq_length() + rows - window, 0)
+
+    def slide_window(self, context: torch.Tensor) -> torch.Tensor:
+        """New context rows `[b, c, L * M]` without those before the drafter's window; the cache gives up its own."""
+        excess = self.outside_window(context.shape[1])
+        cached = min(excess, self.cache.get_seq_length())
+        self.skipped += excess
+        for layer in self.cache.layers if cached else ():
+            layer.keys, layer.values = layer.keys[:, :, cached:], layer.values[:, :, cached:]
+        # A copy, so that the rows left out are freed.
+        return context[:, excess - cached :].clone() if excess > cached else context
 
     def record_block(self, ids, row: int, drafted: int, accepted: int, verify_seconds: float, rows: int = 1) -> None:
         """Adds the verification of one sequence of `rows` that a pass verified; only while recording.
@@ -304,6 +321,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
     def _draft(self, input_ids, model_kwargs, hidden_states, rows: int | None) -> torch.Tensor:
         """The next block, given the target's states of its last pass; only the first `rows` were accepted."""
         context = tapped_states(hidden_states, self.drafter.config.target_layer_ids, rows)
+        context = self.slide_window(context)
         output = self.draft_block(
             context_states=context,
             anchor_ids=input_ids[:, -1:],
@@ -315,7 +333,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
 
     def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.Tensor:
         """Positions `[1, rows + B]` of the new context rows and the block; the target's own where it counts them."""
-        return block_positions(model_kwargs, rows, self.cache.get_seq_length(), self.drafter)
+        return block_positions(model_kwargs, rows, self.cache.get_seq_length() + self.skipped, self.drafter)
 
     def _attention_mask(self, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The target's mask without the anchor, which it has not read, and with the block."""
@@ -323,7 +341,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         if mask is None:
             return None
         block = mask.new_ones((mask.shape[0], self.drafter.config.block_size))
-        return torch.cat([mask[:, :-1], block], dim=-1).to(self.drafter.device)
+        return torch.cat([mask[:, self.skipped : -1], block], dim=-1).to(self.drafter.device)
 
     def _process(self, input_ids: torch.Tensor, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         prefix = torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1)
@@ -344,7 +362,7 @@ def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter:
         model_kwargs (`dict`): the target's, whose `position_ids` are taken where it counts them in one dimension; they
             reach up to the anchor.
         rows (`int`): new context rows, which end before the anchor.
-        seen (`int`): rows the drafter's cache holds.
+        seen (`int`): context rows before those, in the drafter's cache or out of its window.
     """
     positions = model_kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:

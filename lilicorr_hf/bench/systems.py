@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .variants import load_variant, serving_fields
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel
+from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
+from lilicorr_hf.pairs import assistant_class, resolve_assistant
+
+from .variants import SERVING_FIELDS, WALKS, load_variant
 
 
 if TYPE_CHECKING:
@@ -101,7 +105,7 @@ def parse_system(spec: str) -> System:
         raise ValueError(f"Unknown system {name!r}; known are {', '.join(METHODS)}.")
     parameters = dict(list(inspect.signature(METHODS[name].build).parameters.items())[1:])
     takes_fields = parameters.pop("fields", None) is not None
-    known = [*parameters, *(serving_fields() if takes_fields else [])]
+    known = [*parameters, *(SERVING_FIELDS if takes_fields else ())]
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
@@ -138,6 +142,12 @@ def parse_systems(specs: list[str]) -> list[System]:
     return systems
 
 
+def assisted(setting: Setting, path: str | None, model_class: type[DFlashModel], **how: Any) -> dict[str, Any]:
+    """A checkpoint of ours, by default that under test; `how` is for [`load_variant`]."""
+    folder = path or setting.assistant
+    return {"assistant_model": load_variant(folder, setting.target, model_class, longest=setting.longest, **how)}
+
+
 @method(PLAIN)
 def plain(setting: Setting) -> dict[str, Any]:
     """the target alone: `generate` without an assistant"""
@@ -156,8 +166,9 @@ def lilicorr(
 ) -> dict[str, Any]:
     """the drafter with its head; `walk` greedy or viterbi, fewer candidates `k`, a shorter `block`, `yarn` beyond so
     many positions, and fields of the config such as `sampled_walk`"""
-    folder = path or setting.assistant
-    return {"assistant_model": load_variant(folder, setting.target, walk, k, block, yarn, setting.longest, **fields)}
+    if walk not in WALKS:
+        raise ValueError(f"Unknown walk {walk!r}; known are {', '.join(WALKS)}.")
+    return assisted(setting, path, WALKS[walk], k=k, block=block, yarn=yarn, **fields)
 
 
 @method("argmax")
@@ -165,21 +176,37 @@ def argmax(
     setting: Setting, path: str | None = None, block: int | None = None, yarn: int | None = None, **fields: Any
 ) -> dict[str, Any]:
     """the same drafter without its head: each slot's most probable token"""
-    how = {"block": block, "yarn": yarn, "longest": setting.longest} | fields
-    return {"assistant_model": load_variant(path or setting.assistant, setting.target, "argmax", **how)}
+    return assisted(setting, path, DFlashModel, block=block, yarn=yarn, **fields)
+
+
+@method("lilicorr-tree")
+def lilicorr_tree(setting: Setting, nodes: int = 16, path: str | None = None, **fields: Any) -> dict[str, Any]:
+    """a tree of `nodes` tokens grown by the head's scores"""
+    return assisted(setting, path, LiLiCorrDraftModel, tree_budget=nodes, **fields)
+
+
+@method("ddtree")
+def ddtree(setting: Setting, nodes: int = 16, path: str | None = None) -> dict[str, Any]:
+    """a tree of `nodes` tokens grown by the drafter's own probabilities"""
+    return assisted(setting, path, DFlashModel, tree_budget=nodes)
 
 
 @method("dflash")
 def dflash(setting: Setting, path: str) -> dict[str, Any]:
     """a drafter trained alone, from its own checkpoint"""
-    return {"assistant_model": load_variant(path, setting.target, "argmax")}
+    return assisted(setting, path, DFlashModel)
+
+
+@method("checkpoint")
+def checkpoint(setting: Setting, path: str, **fields: Any) -> dict[str, Any]:
+    """any other checkpoint (Domino, DSpark, DFlash2, ...) as the class its config names"""
+    return assisted(setting, path, assistant_class(resolve_assistant(path)), **fields)
 
 
 @method("transformers-dflash", batches=False)
 def transformers_dflash(setting: Setting, path: str | None = None) -> dict[str, Any]:
     """the same drafter in transformers' own DFlash decoding, `speculation_type="dflash"`"""
-    model = load_variant(path or setting.assistant, setting.target, "argmax")
-    return {"assistant_model": model, "speculation_type": "dflash"}
+    return assisted(setting, path, DFlashModel) | {"speculation_type": "dflash"}
 
 
 @method("prompt-lookup", batches=False)

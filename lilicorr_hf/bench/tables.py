@@ -79,16 +79,16 @@ class Lines:
         """One cell for each system, the greatest `best` of a line in bold."""
         lines = []
         for key, found in self.by_line.items():
-            values = {name: found[name][best] for name in systems if best and name in found and name != PLAIN}
-            top = max(values, key=lambda name: values[name], default=None)
-            cells = [cell(found[name]) if name in found else DASH for name in systems]
-            lines.append(
-                [
-                    *self.labels(key),
-                    *(f"**{text}**" if name == top else text for name, text in zip(systems, cells, strict=True)),
-                ]
-            )
+            rivals = [found[name][best] for name in systems if best and name in found and name != PLAIN]
+            cells = [self.cell(found.get(name), cell, best, max(rivals, default=None)) for name in systems]
+            lines.append([*self.labels(key), *cells])
         return Table(title, [*self.heads(), *systems], lines, note)
+
+    def cell(self, summary: Summary | None, write: Callable[[Summary], str], best: str, top: float | None) -> str:
+        if summary is None:
+            return DASH
+        wins = top is not None and summary["system"] != PLAIN and summary[best] == top
+        return f"**{write(summary)}**" if wins else write(summary)
 
 
 def speed_cell(summary: Summary) -> str:

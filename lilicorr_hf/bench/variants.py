@@ -23,35 +23,25 @@ if TYPE_CHECKING:
 class ViterbiDraftModel(LiLiCorrDraftModel):
     """Commits the path with the greatest sum of scores instead of the greedy walk (appendix E)."""
 
-    def choose(self, logits, output, tables, process=None, temperature=None) -> DraftOutput:
+    def choose(self, logits, output, anchor_ids, tables, process=None, temperature=None) -> DraftOutput:
         if process is not None or temperature is not None:
             raise ValueError("The exact path is defined without logits processors and without sampled drafts alone.")
-        draft = super().choose(logits, output, tables)
+        draft = super().choose(logits, output, anchor_ids, tables)
         lattice: Any = draft.lattice
         lattice.walk = viterbi_path(lattice.start_scores, lattice.pair_scores)
         draft.token_ids = lattice.candidate_ids.gather(-1, lattice.walk.unsqueeze(-1)).squeeze(-1)
         return draft
 
 
-# Classes that commit another path than the greedy walk of [`LiLiCorrDraftModel`].
-WALKS = {"greedy": LiLiCorrDraftModel, "viterbi": ViterbiDraftModel, "argmax": DFlashModel}
-# Fields that shapes of tensors, or what they were trained for, depend on; any other may be set when serving.
-TRAINED_FIELDS = {
-    "block_size", "candidate_topk", "factor_dim", "head_hidden_size", "head_mlp_ratio", "head_num_heads",
-    "head_num_layers", "intermediate_size", "mask_token_id", "max_position_embeddings", "num_hidden_layers",
-    "num_key_value_heads", "num_target_layers", "target_layer_ids", "target_name_or_path", "vector_eps",
-}  # fmt: skip
-
-
-def serving_fields() -> list[str]:
-    """Fields of a config that say how the same weights decode."""
-    return sorted(LiLiCorrConfig.__annotations__.keys() - TRAINED_FIELDS)
+WALKS: dict[str, type[DFlashModel]] = {"greedy": LiLiCorrDraftModel, "viterbi": ViterbiDraftModel}
+# Fields of a config that say how the same weights decode.
+SERVING_FIELDS = ("adaptive_draft", "context_window", "logit_scale", "sampled_walk", "tree_budget", "tree_weight")
 
 
 def load_variant(
     assistant: str,
     target: "PreTrainedModel",
-    walk: str = "greedy",
+    model_class: type[DFlashModel],
     k: int | None = None,
     block: int | None = None,
     yarn: int | None = None,
@@ -63,17 +53,15 @@ def load_variant(
     Args:
         assistant (`str`): a shipped pair's name, a path or a Hub id.
         target (`PreTrainedModel`): the model it will draft for.
-        walk (`str`): one of [`WALKS`].
+        model_class (`type`): what decodes it.
         k (`int`): candidates per slot, at most those it was trained with.
         block (`int`): block size, at most that it was trained with.
         yarn (`int`): positions it was trained on; beyond them its rotations are stretched to `longest`.
-        fields: of its config, among [`serving_fields`].
+        fields: of its config, among [`SERVING_FIELDS`].
 
     Raises:
-        `ValueError`: for a walk, `k`, `block` or value there is not.
+        `ValueError`: for a `k`, `block` or value there is not.
     """
-    if walk not in WALKS:
-        raise ValueError(f"Unknown walk {walk!r}; known are {', '.join(WALKS)}.")
     folder = resolve_assistant(assistant)
     config = LiLiCorrConfig.from_pretrained(folder)
     if yarn is not None:
@@ -82,7 +70,7 @@ def load_variant(
         config = LiLiCorrConfig.from_dict(config.to_dict() | fields)
     except StrictDataclassError as error:
         raise ValueError(f"{fields} does not fit {assistant}: {error}") from error
-    model = WALKS[walk].from_pretrained(folder, config=config, dtype=target.dtype, device_map=target.device)
+    model = model_class.from_pretrained(folder, config=config, dtype=target.dtype, device_map=target.device)
     model.check_target(target)
     if block is not None:
         model = shorten_block(model, block)
