@@ -132,8 +132,8 @@ def test_sampled_walk_at_one_sequence(monkeypatch):
     seen = []
     original = LiLiCorrDraftModel.choose
 
-    def spy(self, logits, output, tables, process=None, temperature=None):
-        seen.append((temperature, original(self, logits, output, tables, process, temperature)))
+    def spy(self, logits, output, anchor_ids, tables, process=None, temperature=None):
+        seen.append((temperature, original(self, logits, output, anchor_ids, tables, process, temperature)))
         return seen[-1][1]
 
     monkeypatch.setattr(LiLiCorrDraftModel, "choose", spy)
