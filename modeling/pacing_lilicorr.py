@@ -38,11 +38,11 @@ class Pace:
         self.rest = FIRST_REST
         self.tokens = self.seconds = 0.0
         self.exponent, self.expected = 1.0, 0.0
-        self.warm = False
 
     def wants_draft(self) -> bool:
         """Whether to draft for the next pass."""
-        return self.resting == 0 and not (self.blocks == TRIAL - 1 and 0 not in self.pass_seconds)
+        # The second pass of a call is one to compare with.
+        return self.resting == 0 and not (self.pass_seconds and 0 not in self.pass_seconds)
 
     def length(self, survival: Sequence[float]) -> int:
         """How many of the drafted tokens to verify.
@@ -58,15 +58,16 @@ class Pace:
 
     def best_length(self, survival: Sequence[float]) -> int:
         full = len(survival)
-        if not self.tokens or 0 not in self.pass_seconds or max(self.pass_seconds) < full:
+        if 0 not in self.pass_seconds or max(self.pass_seconds) < full:
             return full
-        rate = max(1 / self.plain_seconds, self.tokens / self.seconds)
+        rate = max(1 / self.plain_seconds, self.tokens / self.seconds if self.seconds else 0.0)
         earned, best, length = 1.0, 1 - rate * self.plain_seconds, 0
         for drafted, chance in enumerate(survival, start=1):
             earned += chance
             if (worth := earned - rate * self.expected_seconds(drafted)) > best:
                 best, length = worth, drafted
-        return length
+        # A trial of nothing would teach nothing.
+        return max(length, min(1, full)) if self.blocks < TRIAL else length
 
     @property
     def plain_seconds(self) -> float:
@@ -90,20 +91,20 @@ class Pace:
             draft_seconds (`float`): of the draft, also one that was cut to nothing; `None` where there was none.
             pass_seconds (`float`): of the target's pass.
         """
-        if not self.warm:
-            # The first block of a call does what is done once.
-            self.warm = True
-            return
+        first = not self.pass_seconds
+        if drafted:
+            error = (self.expected - min(tokens - 1, drafted)) / drafted
+            self.exponent *= math.exp(CORRECTION * error)
         self.pass_seconds.setdefault(drafted, deque(maxlen=SAMPLES)).append(pass_seconds)
         if draft_seconds is None:
             self.resting = max(0, self.resting - 1)
             return
+        if first:
+            # The first draft reads the prompt, and does what is done once.
+            return
         self.blocks += 1
         self.tokens = DECAY * self.tokens + tokens
         self.seconds = DECAY * self.seconds + draft_seconds + pass_seconds
-        if drafted:
-            error = (self.expected - min(tokens - 1, drafted)) / drafted
-            self.exponent *= math.exp(CORRECTION * error)
         if 0 in self.pass_seconds and self.blocks >= TRIAL:
             self.judge()
 
