@@ -7,6 +7,7 @@ copy of the head, and the candidates that come out best are computed again from 
 """
 
 import functools
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def weight_first(weight: torch.Tensor, states: torch.Tensor, bias: torch.Tensor 
     return logits if bias is None else logits + bias.to(logits.dtype)
 
 
-def multiplies_in_bf16(head: nn.Module) -> bool:
+def multiplies_in_bf16(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `head` is a large plain linear layer on a CPU that has instructions for bf16."""
     return (
         type(head) is nn.Linear
@@ -56,10 +57,14 @@ def multiplies_in_bf16(head: nn.Module) -> bool:
         and head.weight.dtype in (torch.float32, torch.bfloat16)
         and head.weight.numel() >= SMALLEST_HEAD
         and not torch.is_grad_enabled()
-        # Whoever hooks the head wants to see its calls.
-        and not (head._forward_hooks or head._forward_pre_hooks)
+        and not is_watched(head)
         and cpu_has_bf16()
     )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see the module's calls: by hooks, or as accelerate does, by a `forward` of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 @functools.cache
@@ -76,4 +81,4 @@ def bf16_copy(weight: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-__all__ = ["draft_logits"]
+__all__ = ["draft_logits", "is_watched", "multiplies_in_bf16"]

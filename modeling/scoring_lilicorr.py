@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from .lattice_lilicorr import Lattice, candidate_pool, greedy_walk, lattice_scores
+from .logits_lilicorr import is_watched
 
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def can_be_folded(head: "LiLiCorrHead") -> bool:
     linears = (head.factor_input_proj, head.out_head, head.in_head)
     return (
         not torch.is_grad_enabled()
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in (head, *linears))
+        and not any(is_watched(module) for module in (head, *linears))
         and all(type(x) is nn.Linear and type(x.weight) is nn.Parameter for x in linears)
     )
 
@@ -152,7 +153,7 @@ class ScoringPass:
             self.unavailable.add(mode)
             return Lattice(*self.eager(head, tables)(*inputs))
 
-    def eager(self, head: "LiLiCorrHead", tables: "TargetTables") -> Callable[..., Tensors]:
+    def eager(self, head: "LiLiCorrHead", tables: "TargetTables") -> functools.partial[Tensors]:
         scores = self.fold(head) if can_be_folded(head) else head
         return functools.partial(score_blocks, scores, head.config.candidate_topk, tables.embed)
 
@@ -174,11 +175,11 @@ class ScoringPass:
             if key not in self.passes:
                 if len(self.passes) == LARGEST_COLLECTION:
                     self.passes.clear()
-                self.passes[key] = {"compile": compiled, "cuda_graph": RecordedGraph}[mode](eager, inputs)
+                self.passes[key] = compiled(eager) if mode == "compile" else RecordedGraph(eager, inputs)
             return self.passes[key]
 
 
-def compiled(eager: Callable[..., Tensors], inputs: Tensors) -> Callable[..., Tensors]:
+def compiled(eager: Callable[..., Tensors]) -> Callable[..., Tensors]:
     # A breaking graph or a changing shape is an error rather than a slow surprise.
     return torch.compile(eager, fullgraph=True, dynamic=False)
 
