@@ -72,7 +72,7 @@ class LiLiCorrConfig(Qwen3Config):
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
             one pass; 0 drafts one chain.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
-            [`conditional_log_probs`]. 1 leaves the head out.
+            [`conditional_log_probs`]. 1 leaves the head out. `lilicorr fit-tree` measures which is best.
 
     Raises:
         `ValueError`: for geometry that no drafter can have; each message names the field and what it must be.
@@ -102,7 +102,7 @@ class LiLiCorrConfig(Qwen3Config):
     logit_scale: float | int = 8.0
     sampled_walk: bool = False
     tree_budget: int = 0
-    tree_weight: float | int = 0.5
+    tree_weight: float | int = 0.7
 
     def __post_init__(self, **kwargs):
         if not self.target_layer_ids:
