@@ -185,7 +185,8 @@ def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     if has_head and unset:
         raise ValueError(
             f"config.json of a LiLiCorr checkpoint does not state {unset}. They change scores but no tensor shape, so "
-            "they are never guessed: add the values the head was trained with."
+            "they are never guessed: add what the head was trained with, or let `lilicorr convert --set NAME=VALUE` "
+            "do so."
         )
     return flat
 
@@ -211,7 +212,7 @@ def read_foreign(flat: dict[str, Any], nested: dict[str, Any]) -> None:
     if unset:
         raise ValueError(
             f"config.json does not state {unset}. They change drafts but no tensor shape, so they are never guessed: "
-            "add the values the drafter was trained with."
+            "add what the drafter was trained with, or let `lilicorr convert --set NAME=VALUE` do so."
         )
 
 

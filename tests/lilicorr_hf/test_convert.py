@@ -96,6 +96,34 @@ def test_names_of_engines(ours, tmp_path):
     assert tensors_of(tmp_path / "modelopt").keys() == mine
 
 
+@pytest.mark.parametrize("to", ["modelopt", "sglang"])
+def test_a_head_as_wide_as_its_drafter(tmp_path, to):
+    """It projects no token, and other projects write its width as 0."""
+    tiny_assistant(candidate_topk=4, head_hidden_size=32).save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "served", to=to)
+    assert not any("token_proj" in name for name in tensors_of(tmp_path / "served"))
+    edit_config(tmp_path / "served", lambda fields: fields["dflash_config"].update(lilicorr_hidden_size=0))
+    convert(tmp_path / "served", tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
+
+
+def test_files_as_z_lab_publishes_them(ours, tmp_path):
+    """What a published config.json holds besides is no obstacle, and none of it stays."""
+    convert(ours, tmp_path / "zlab", to="dflash", head="drop")
+
+    def publish(fields):
+        fields |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "tie_word_embeddings": True}
+        fields |= {"bos_token_id": 1, "eos_token_id": 2, "max_window_layers": 2, "sliding_window": None}
+        fields["dtype"] = fields.pop("torch_dtype")
+        del fields["sampled_walk"], fields["target_name_or_path"]
+
+    edit_config(tmp_path / "zlab", publish)
+    convert(tmp_path / "zlab", tmp_path / "plain")
+    model = AutoModel.from_pretrained(tmp_path / "plain", trust_remote_code=True)
+    assert type(model) is DFlashModel and model.dtype == torch.bfloat16
+    assert model.config.auto_map["AutoModel"] == "modeling_dflash.DFlashModel"
+
+
 def test_served_config_says_all_that_engines_ask_for(ours, tmp_path):
     convert(ours, tmp_path / "served", to="vllm")
     fields = json.loads((tmp_path / "served" / "config.json").read_text())
