@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -135,6 +135,8 @@ def resolve(source: str | os.PathLike, revision: str | None) -> Path:
             folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=allowed))
         except HFValidationError as error:
             raise FileNotFoundError(f"There is no folder {source}, and no repository can have that name.") from error
+        except LocalEntryNotFoundError as error:
+            raise ConnectionError(f"{source} is no folder here, and not in the cache of the Hub. {error}") from error
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json, so it is no checkpoint.")
     return folder

@@ -123,5 +123,6 @@ def test_the_command_tells_that_it_is_offline(hub, tmp_path):
     command = [sys.executable, "-c", script, "convert", NAME, str(tmp_path / "out")]
     own = environment(tmp_path, hub.url) | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "offline" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and NAME in done.stderr and "HF_HUB_OFFLINE" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()

@@ -130,10 +130,9 @@ def served_row(engine: str, requirement: str, folder: Path, environment: Path) -
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
     model = LiLiCorrDraftModel.from_pretrained(resolve_assistant("smollm2-135m"), dtype=torch.float32)
     found = load_file(output)
-    config = "no parser without its GPU parts"
-    if "target_layer_ids" in found:
-        right = found["target_layer_ids"].tolist() == model.config.target_layer_ids
-        config = "parsed by its own" if right and found["mask_token_id"] == model.config.mask_token_id else "misread"
+    right = found["target_layer_ids"].tolist() == model.config.target_layer_ids
+    right = right and found["mask_token_id"] == model.config.mask_token_id
+    config = "parsed by its own" if right else "misread"
     return compare(requirement.replace("==", " "), "our export, there", model, load_file(inputs), found, config)
 
 

@@ -7,11 +7,13 @@ names of tensors. Its linear layers and norms, which come with GPU kernels, are 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
 from standins import Finder
 from torch import nn
+from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
 
@@ -105,8 +107,17 @@ def run_vllm(fields, tensors, inputs):
         "vllm.model_executor.models.utils": {"maybe_prefix": lambda prefix, name: join(name, prefix)},
         "vllm.model_executor.models.qwen3_dflash": dict.fromkeys(drafters, nn.Module),
     }
-    Finder("vllm", {"vllm.model_executor.models.lilicorr"}, (), provided).install()
+    own = {"model_executor.models.lilicorr", "transformers_utils.configs.eagle"}
+    own.add("v1.worker.gpu.spec_decode.eagle.eagle3_utils")
+    Finder("vllm", {f"vllm.{name}" for name in own}, (), provided).install()
     from vllm.model_executor.models.lilicorr import LiLiCorrHead
+    from vllm.transformers_utils.configs.eagle import EAGLEConfig
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+    read = EAGLEConfig(Qwen3Config.from_dict(fields), method="dflash")
+    if read.architectures != ["LiLiCorrDraftModel"] or read.rope_parameters["rope_theta"] != fields["rope_theta"]:
+        raise ValueError(f"vLLM would serve {read.architectures} with {read.rope_parameters}.")
+    tapped = get_eagle3_aux_layers_from_config(SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=read)))
 
     head = LiLiCorrHead(
         model_hidden_size=fields["hidden_size"],
@@ -124,7 +135,13 @@ def run_vllm(fields, tensors, inputs):
         anchor_valid=torch.ones(len(inputs["anchor_hidden"]), dtype=torch.bool),
     )
     scale = fields["dflash_config"]["lilicorr_logit_scale"]
-    return {"start_scores": scale * start, "pair_scores": scale * pair}
+    return {
+        "start_scores": scale * start,
+        "pair_scores": scale * pair,
+        # It counts the embeddings as a layer.
+        "target_layer_ids": torch.tensor(tapped) - 1,
+        "mask_token_id": torch.tensor(read.dflash_config["mask_token_id"]),
+    }
 
 
 def of_head(tensors):
