@@ -236,15 +236,16 @@ def profile(
         from .pairs import load_assistant, load_target
         from .profile import draw, random_pair
         from .profile import profile as run_profile
+        from .provenance import made_with, without_folders
 
         if shape is None:
             model, _ = load_target(target, dtype=dtype, device_map=device)
             draft_model = load_assistant(assistant, model)
-            filed = provenance(target, assistant)
+            filed = {"target": without_folders(target), "assistant": without_folders(assistant)}
         else:
             model, draft_model = random_pair(shape, device, getattr(torch, dtype))
-            filed = provenance(f"{shape}, random", f"{shape}, random")
-        result = run_profile(model, draft_model, context, rounds, filed | {"dtype": dtype, "device": device})
+            filed = {"target": f"{shape}, random", "assistant": f"{shape}, random"}
+        result = run_profile(model, draft_model, context, rounds, filed | {"dtype": dtype} | made_with(model.device))
         if output is not None:
             output.write_text(result.to_json() + "\n")
         if picture is not None:

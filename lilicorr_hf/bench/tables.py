@@ -199,6 +199,16 @@ def detail_cells(summary: Summary) -> list[str]:
     ]
 
 
+def exactness_note(summaries: list[Summary]) -> str:
+    """How many greedy texts were the plain one, and how close the target's two best tokens were where one was not."""
+    greedy = [summary for summary in summaries if summary["category"] is None and "identical" in summary]
+    identical, count, ties = (sum(summary[name] for summary in greedy) for name in ("identical", "count", "ties"))
+    if identical == count:
+        return f"Greedy texts that are the plain one: {identical} of {count}."
+    gap = max(summary["largest_gap"] for summary in greedy)
+    return f"Greedy texts that are the plain one: {identical} of {count}; {ties} part at a tie, widest gap {gap:.0e}."
+
+
 def session_note(provenance: dict[str, Any]) -> str:
     """What the numbers were made with, in a sentence or two."""
     last = provenance["sessions"][-1]
