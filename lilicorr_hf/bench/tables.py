@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import table as rich_table
 
-from .statistics import GROUP, Summary
+from .statistics import GROUP, TIERS, Summary
 from .systems import PLAIN
 
 
@@ -63,9 +63,10 @@ class Lines:
             self.by_line.setdefault(key, {})[summary["system"]] = summary
 
     def order(self, summary: Summary) -> tuple:
-        """By length, tier and batch; datasets and systems as they came."""
-        sizes = {"length", "batch"} & set(self.names)
-        return tuple(summary[name] or 0 for name in sorted(sizes, reverse=True))
+        """By length, batch and tier; datasets and systems as they came."""
+        values = {"length": summary["length"] or 0, "batch": summary["batch"]}
+        values["tier"] = TIERS.index(summary["tier"]) if summary["tier"] else 0
+        return tuple(value for name, value in values.items() if name in self.names)
 
     def heads(self) -> list[str]:
         return ["prompts" if name == "dataset" else name for name in self.names]
