@@ -195,7 +195,7 @@ def fit_tree(
 ) -> None:
     """Find the `tree_weight` of an assistant: how much its trees should trust the drafter beside the head."""
     with complaints():
-        from .bench import read_prompts
+        from .bench.prompts import read_prompts
         from .doctor import read_answers
         from .modeling.modeling_lilicorr import LiLiCorrDraftModel
         from .pairs import load_target, resolve_assistant
@@ -206,7 +206,7 @@ def fit_tree(
             resolve_assistant(assistant), dtype=model.dtype, device_map=model.device
         )
         draft_model.check_target(model)
-        chats = [chat for file in files for chat in read_prompts(file, limit)]
+        chats = [prompt.chat for file in files for prompt in read_prompts(file)[:limit]]
         answers = read_answers(model, tokenizer, chats, max_new_tokens)
         taus = tau_by_weight(model, draft_model, answers, tree_budget)
     table = Table("tree_weight", f"tau at {tree_budget} tokens")
@@ -236,7 +236,7 @@ def profile(
         from .pairs import load_assistant, load_target
         from .profile import draw, random_pair
         from .profile import profile as run_profile
-        from .provenance import commit, hardware, versions, without_folders
+        from .provenance import made_with, without_folders
 
         if shape is None:
             model, _ = load_target(target, dtype=dtype, device_map=device)
@@ -245,8 +245,7 @@ def profile(
         else:
             model, draft_model = random_pair(shape, device, getattr(torch, dtype))
             filed = {"target": f"{shape}, random", "assistant": f"{shape}, random"}
-        made_with = {"versions": versions(), "commit": commit(), "hardware": hardware(model.device), "dtype": dtype}
-        result = run_profile(model, draft_model, context, rounds, filed | made_with)
+        result = run_profile(model, draft_model, context, rounds, filed | {"dtype": dtype} | made_with(model.device))
         if output is not None:
             output.write_text(result.to_json() + "\n")
         if picture is not None:

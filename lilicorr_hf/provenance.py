@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -58,6 +59,11 @@ def processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def made_with(device: torch.device) -> dict[str, Any]:
+    """`versions`, `commit` and `hardware` of a measurement."""
+    return {"versions": versions(), "commit": commit(), "hardware": hardware(device)}
 
 
 def fingerprint(*paths: Path) -> str:

@@ -214,7 +214,8 @@ class BlockDrafting:
         excess = self.outside_window(context.shape[1])
         cached = min(excess, self.cache.get_seq_length())
         self.skipped += excess
-        for layer in self.cache.layers if cached else ():
+        layers: list[Any] = self.cache.layers if cached else []
+        for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, cached:], layer.values[:, :, cached:]
         # A copy, so that the rows left out are freed.
         return context[:, excess - cached :].clone() if excess > cached else context

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lilicorr_hf.measure import encode
 from lilicorr_hf.pairs import load_target, resolve_assistant
-from lilicorr_hf.provenance import commit, fingerprint, hardware, versions, without_folders
+from lilicorr_hf.provenance import fingerprint, hardware, made_with, without_folders
 
 from .compare import compare, read_numbers
 from .pictures import draw
@@ -25,7 +25,7 @@ from .prompts import Prompt
 from .runner import ResultFile, Runner, run_items
 from .statistics import mismatches, summarise
 from .systems import METHODS, Setting, System, parse_systems
-from .tables import session_note, tables
+from .tables import exactness_note, session_note, tables
 
 
 if TYPE_CHECKING:
@@ -187,12 +187,9 @@ def describe(
     session = {
         "command": shlex.join(["lilicorr", "bench", *map(without_folders, argv)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "commit": commit(),
-        "hardware": subject["hardware"],
         "data": {file.stem: fingerprint(file) for file in args.files},
     }
-    return subject, session
+    return subject, session | made_with(model.device)
 
 
 def run_with_progress(items: list[Item], runner: Runner, results: ResultFile, minutes: float | None) -> bool:
@@ -217,6 +214,7 @@ def report(results: ResultFile, subject: dict[str, Any], output: Path | None, pa
     for table in found:
         if not table.wide:
             console.print(table.rich())
+    console.print(exactness_note(summaries))
     if output is None:
         return
     numbers = {"provenance": provenance, "summary": summaries, "rows": results.rows}

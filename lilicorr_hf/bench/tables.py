@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import table as rich_table
 
-from .statistics import GROUP, Summary
+from .statistics import GROUP, TIERS, Summary
 from .systems import PLAIN
 
 
@@ -63,9 +63,10 @@ class Lines:
             self.by_line.setdefault(key, {})[summary["system"]] = summary
 
     def order(self, summary: Summary) -> tuple:
-        """By length, tier and batch; datasets and systems as they came."""
-        sizes = {"length", "batch"} & set(self.names)
-        return tuple(summary[name] or 0 for name in sorted(sizes, reverse=True))
+        """By length, batch and tier; datasets and systems as they came."""
+        values = {"length": summary["length"] or 0, "batch": summary["batch"]}
+        values["tier"] = TIERS.index(summary["tier"]) if summary["tier"] else 0
+        return tuple(value for name, value in values.items() if name in self.names)
 
     def heads(self) -> list[str]:
         return ["prompts" if name == "dataset" else name for name in self.names]
@@ -197,6 +198,16 @@ def detail_cells(summary: Summary) -> list[str]:
         cell("ties", "d"),
         cell("largest_gap", ".0e"),
     ]
+
+
+def exactness_note(summaries: list[Summary]) -> str:
+    """How many greedy texts were the plain one, and how close the target's two best tokens were where one was not."""
+    greedy = [summary for summary in summaries if summary["category"] is None and "identical" in summary]
+    identical, count, ties = (sum(summary[name] for summary in greedy) for name in ("identical", "count", "ties"))
+    if identical == count:
+        return f"Greedy texts that are the plain one: {identical} of {count}."
+    gap = max(summary["largest_gap"] for summary in greedy)
+    return f"Greedy texts that are the plain one: {identical} of {count}; {ties} part at a tie, widest gap {gap:.0e}."
 
 
 def session_note(provenance: dict[str, Any]) -> str:

@@ -73,6 +73,7 @@ def test_run_writes_tables_pictures_and_a_page(pair, prompts, tmp_path):
     assert at[0, 1, "plain"]["tau"] == at[0, 1, "plain"]["speedup"] == 1
     assert 0 <= at[0, 1, "lilicorr"]["coverage"] <= 1
     assert at[0, 1, "lilicorr"]["oracle_tau"] >= at[0, 1, "lilicorr"]["tau"]
+    assert "Greedy texts that are the plain one: 32 of 32." in result.output
     assert {row["category"] for row in numbers["summary"]} == {None, "a", "b"}
     session = numbers["provenance"]["sessions"][0]
     assert str(tmp_path) not in json.dumps(numbers["provenance"]) and str(pair) not in output.read_text()

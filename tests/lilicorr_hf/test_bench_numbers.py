@@ -111,6 +111,16 @@ def test_tables_name_only_what_varies():
     assert details.wide and len(details.lines) == 8
 
 
+def test_lines_go_from_short_to_long_and_from_low_to_high_entropy():
+    rows = [
+        row(f"d/{i}", length=length, lilicorr=run(5)) | {"entropy": float(entropy)}
+        for length in (200, 100)
+        for i, entropy in enumerate((5, 1, 3))
+    ]
+    lines = [line[:3] for line in tables(summarise(rows))[0].lines[:-1]]
+    assert lines == [["d", length, tier] for length in ("100", "200") for tier in ("low", "mixed", "high")]
+
+
 def test_variants_are_compared_with_what_they_vary():
     rows = [row(lilicorr=run(5, accepted=9), **{"lilicorr:walk=viterbi": run(5, accepted=0)})]
     table = next(table for table in tables(summarise(rows)) if "other rules" in table.title)
