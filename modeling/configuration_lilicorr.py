@@ -100,7 +100,7 @@ class LiLiCorrConfig(Qwen3Config):
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
             one pass; 0 drafts one chain.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
-            [`conditional_log_probs`]. 1 leaves the head out.
+            [`conditional_log_probs`]. 1 leaves the head out. `lilicorr fit-tree` measures which is best.
         conv_kernel_size (`int`): taps of the convolutions around the drafter's sublayers; 0 for none.
         conv_group_size (`int`): channels that share one of their dynamic kernels; 0 for none.
         gru_hidden_dim (`int`): state of a [`DominoModel`]'s recurrent cell.
@@ -142,7 +142,7 @@ class LiLiCorrConfig(Qwen3Config):
     adaptive_draft: bool = False
     scoring: str | None = None
     tree_budget: int = 0
-    tree_weight: float | int = 0.5
+    tree_weight: float | int = 0.7
 
     conv_kernel_size: int = 0
     conv_group_size: int = 0
