@@ -109,7 +109,8 @@ def random_pair(name: str, device: str, dtype: torch.dtype) -> "tuple[PreTrained
     )
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(shape.target(**shape.fields, eos_token_id=None), dtype=dtype)
-        assistant = LiLiCorrDraftModel(config).to(dtype)
+        assistant: Any = LiLiCorrDraftModel(config)
+        assistant = assistant.to(dtype)
     return target.eval(), assistant.eval()
 
 
@@ -240,7 +241,7 @@ class Blocks:
         rows = self.states.shape[1]
         watch.restart()
         anchor = torch.randint(self.config.vocab_size, (1, 1), device=self.target.device)
-        masks = anchor.new_full((1, block - 1), self.config.mask_token_id)
+        masks = anchor.new_full((1, block - 1), assistant.mask_token_id)
         noise = self.tables.embed(torch.cat([anchor, masks], dim=-1)).to(assistant.dtype)
         self.draft_cache.set_previous_accepted_tokens(rows)
         positions = torch.arange(self.seen, self.seen + rows + block, device=anchor.device).unsqueeze(0)

@@ -95,6 +95,7 @@ class LiLiCorrConfig(Qwen3Config):
             they were drawn from, instead of the greedy walk. Either way is exact.
         adaptive_draft (`bool`): whether a call of one sequence cuts drafts, and pauses drafting, where its own times
             say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
+            Trees are neither cut nor paused.
         scoring (`str`): how a draft is scored, `"eager"`, `"compile"` or `"cuda_graph"`; unset, the environment's
             `LILICORR_SCORING` or the device decides.
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in

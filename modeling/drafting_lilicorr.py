@@ -51,8 +51,9 @@ class RowDrafting(BlockDrafting):
         self.temperature = None
         if config.do_sample and drafter.config.sampled_walk:
             self.temperature = 1.0 if config.temperature is None else config.temperature
-        # A drawn draft depends on the seed; how it is cut must not depend on the clock.
-        self.pace = Pace() if drafter.config.adaptive_draft and self.temperature is None else None
+        # A drawn draft depends on the seed; how it is cut must not depend on the clock. A tree keeps its size.
+        paced = drafter.config.adaptive_draft and self.temperature is None and not self.tree_budget
+        self.pace = Pace() if paced else None
         # Whether the drafter has still to read `context`.
         self.unread = False
         self.draft_started = self.pass_started = 0.0

@@ -56,8 +56,9 @@ class DFlash2Model(LatticeDraftModel):
         ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         unary = logits.gather(-1, ids).float()
         hidden = output.last_hidden_state[:, self.slot_rows]
-        inputs = (tensor.to(hidden.device) for tensor in (unary, ids, anchor_ids[:, 0]))
-        start, pair = (scores.to(logits.device) for scores in self.pair_scores(*inputs, hidden))
+        own = hidden.device
+        start, pair = self.pair_scores(unary.to(own), ids.to(own), anchor_ids[:, 0].to(own), hidden)
+        start, pair = start.to(logits.device), pair.to(logits.device)
         return Lattice(candidate_ids=ids, log_probs=log_probs, start_scores=start, pair_scores=pair)
 
     def pair_scores(

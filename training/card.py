@@ -91,7 +91,7 @@ def model_card(
         bench (`dict`): what `lilicorr bench --output` wrote about it.
         metadata: for `ModelCardData`, over what the record says.
     """
-    model_class = config.architectures[0]
+    (model_class,) = config.architectures or ()
     target = record["base_model"]
     return ModelCard.from_template(
         card_data(record, metadata),

@@ -167,6 +167,7 @@ def training_loss(
             anchor_ids = batch.input_ids.gather(1, batch.anchors)
             start, pair = model.pair_scores(log_probs, candidate_ids, anchor_ids, hidden)
         else:
+            assert isinstance(model, LiLiCorrDraftModel)
             teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
             context = output.context_hidden_states
             start, pair = score_blocks(

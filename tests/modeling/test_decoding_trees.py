@@ -262,6 +262,13 @@ def test_the_budget_of_a_call_stands_above_that_of_the_config():
     assert assistant.config.tree_budget == 12
 
 
+def test_adaptive_drafting_leaves_trees_whole():
+    assistant = tiny_assistant(0, tree_budget=9, adaptive_draft=True)
+    with lilicorr_hf.record() as recording:
+        plain, assisted = both(target_of("llama"), assistant, max_new_tokens=40)
+    assert assisted.tolist() == plain.tolist() and {block.drafted for block in recording.blocks[:-1]} == {9}
+
+
 def test_broken_weights_change_no_text():
     for model_class in (LiLiCorrDraftModel, DFlashModel):
         assistant = tiny_assistant(0, model_class, tree_budget=9)
