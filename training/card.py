@@ -91,7 +91,8 @@ def model_card(
         bench (`dict`): what `lilicorr bench --output` wrote about it.
         metadata: for `ModelCardData`, over what the record says.
     """
-    (model_class,) = config.architectures or ()
+    assert config.architectures, "a saved config names its model class"
+    model_class = config.architectures[0]
     target = record["base_model"]
     return ModelCard.from_template(
         card_data(record, metadata),
