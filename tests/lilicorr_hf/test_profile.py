@@ -1,6 +1,9 @@
 """`lilicorr profile`: the parts of a block, on random weights."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +12,9 @@ from typer.testing import CliRunner
 
 from lilicorr_hf.cli import app
 from lilicorr_hf.profile import PARTS, SHAPES, random_pair, weights
+
+
+SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
 
 
 def test_parts_add_up_and_are_filed_and_drawn(tmp_path):
@@ -42,3 +48,14 @@ def test_an_unknown_shape_is_named():
     with pytest.raises(ValueError, match="no shape 'gpt-5'.*tiny"):
         random_pair("gpt-5", "cpu", torch.float32)
     assert "tiny" in SHAPES
+
+
+def test_the_prepared_gpu_run_works_small_on_a_cpu(tmp_path):
+    out = tmp_path / "speed.json"
+    command = [sys.executable, str(SCRIPT), "--smoke", "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["tiny"]["scoring"]["eager"]["ms"] > 0
+    assert [part["name"] for part in report["tiny"]["profile"]["parts"]] == list(PARTS)
+    assert report["hardware"] and report["provenance"]["torch"]

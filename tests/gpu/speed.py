@@ -1,0 +1,152 @@
+"""The scoring pass on a GPU: parity of its kernels and modes, then what they and a whole block take; one JSON file.
+
+    python tests/gpu/speed.py --output speed.json --target smollm2-135m --held_out prompts.jsonl
+
+Random weights of the Qwen3 shapes, bf16; with `--held_out`, the shipped SmolLM2 pair on real prompts. No network, and
+under nine minutes by design, which has not been put to the test. `--smoke` is the same on a CPU, small.
+"""
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lilicorr_hf.bench import bench
+from lilicorr_hf.cli import provenance
+from lilicorr_hf.modeling import kernels_lilicorr as kernels
+from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk, viterbi_path
+from lilicorr_hf.modeling.scoring_lilicorr import MODES
+from lilicorr_hf.modeling.target_lilicorr import TargetTables
+from lilicorr_hf.pairs import load_assistant, load_target
+from lilicorr_hf.profile import profile, random_pair
+
+
+NOT_MEASURED = "not measured"
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Of one call among many in a row, the median of five series; the device is waited for after each series."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    times = []
+    for _ in range(5):
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start) / repeats)
+    return statistics.median(times)
+
+
+def check_kernels(device: torch.device, repeats: int, vocab: int) -> dict[str, Any]:
+    """Kernels against what they stand for, and the times of both at the size of a block."""
+    if not kernels.kernels_available(device, 8):
+        return {"kernels": NOT_MEASURED}
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(15, vocab, device=device, dtype=torch.bfloat16)
+    start, pair = torch.randn(1, 8, device=device), torch.randn(1, 14, 8, 8, device=device)
+    report: dict[str, Any] = {}
+    for name, kernel, reference, arguments in (
+        ("top-K and logsumexp", kernels.topk_logsumexp, kernels.topk_logsumexp_reference, (logits, 8)),
+        ("greedy walk", kernels.fused_greedy_walk, greedy_walk, (start, pair)),
+        ("viterbi", kernels.fused_viterbi_path, viterbi_path, (start, pair)),
+    ):
+        torch.testing.assert_close(kernel(*arguments), reference(*arguments), atol=1e-4, rtol=1e-4)
+        report[name] = {
+            "kernel_ms": milliseconds(functools.partial(kernel, *arguments), device, repeats),
+            "reference_ms": milliseconds(functools.partial(reference, *arguments), device, repeats),
+        }
+    return report
+
+
+@torch.no_grad()
+def measure_scoring(assistant, tables: TargetTables, repeats: int) -> dict[str, Any]:
+    """Milliseconds of the scoring pass in each mode, which have to choose the same path."""
+    config, device, dtype = assistant.config, assistant.device, assistant.dtype
+    torch.manual_seed(0)
+    inputs = (
+        4 * torch.randn(1, config.num_slots, config.vocab_size, device=device, dtype=dtype),
+        torch.randn(1, config.num_slots, config.hidden_size, device=device, dtype=dtype),
+        torch.randn(1, config.hidden_size, device=device, dtype=dtype),
+    )
+    report: dict[str, Any] = {}
+    for mode in MODES if device.type == "cuda" else ("eager",):
+        run = functools.partial(assistant.scoring, assistant.lilicorr, tables, inputs, mode)
+        lattice = run()
+        if mode in assistant.scoring.unavailable:
+            report[mode] = NOT_MEASURED
+            continue
+        expected = assistant.scoring(assistant.lilicorr, tables, inputs, "eager")
+        report[mode] = {
+            "ms": milliseconds(run, device, repeats),
+            "same_candidates": bool(torch.equal(lattice.candidate_ids, expected.candidate_ids)),
+            "largest_score_difference": (lattice.pair_scores - expected.pair_scores).abs().max().item(),
+        }
+    return report
+
+
+def measure_shape(shape: str, device: torch.device, rounds: int, repeats: int) -> dict[str, Any]:
+    """The scoring pass, and the parts of a block, of random weights."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target, assistant = random_pair(shape, str(device), dtype)
+    scoring = measure_scoring(assistant, TargetTables(target), repeats)
+    return {"scoring": scoring, "profile": json.loads(profile(target, assistant, 512, rounds).to_json())}
+
+
+def measure_text(name: str, held_out: str, device: torch.device) -> dict[str, Any]:
+    """Real prompts with the shipped pair, each draft cut by the clock and not."""
+    model, tokenizer = load_target(name, dtype="bfloat16" if device.type == "cuda" else "float32")
+    model.to(device)
+    systems = {}
+    for system, adaptive in (("whole blocks", False), ("adaptive", True)):
+        systems[system] = load_assistant("smollm2-135m", model)
+        systems[system].config.adaptive_draft = adaptive
+    *_, result = bench(model, tokenizer, systems, [held_out], limit=16, max_new_tokens=128)
+    return {"summary": [result.summary(system) for system in systems], "prompts": [asdict(p) for p in result.prompts]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--target", default="smollm2-135m", help="A name `lilicorr fetch-target` knows, or a folder.")
+    parser.add_argument("--held_out", help="JSONL of prompts; without it no text is measured.")
+    parser.add_argument("--smoke", action="store_true", help="Small, on a CPU.")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        parser.error("there is no GPU; `--smoke` runs on a CPU")
+    device = torch.device("cpu" if args.smoke else "cuda")
+    rounds, repeats, vocab = (2, 2, 5000) if args.smoke else (50, 100, 151936)
+    report: dict[str, Any] = {
+        "hardware": platform.machine() if args.smoke else torch.cuda.get_device_name(),
+        "provenance": provenance(args.target, "smollm2-135m"),
+    }
+    steps: dict[str, Callable[[], Any]] = {"kernels": lambda: check_kernels(device, repeats, vocab)}
+    for shape in ("tiny",) if args.smoke else ("qwen3-8b", "qwen3-4b", "smollm2-135m"):
+        steps[shape] = functools.partial(measure_shape, shape, device, rounds, repeats)
+    if args.held_out:
+        steps["text"] = lambda: measure_text(args.target, args.held_out, device)
+    start = time.monotonic()
+    for name, step in steps.items():
+        report[name] = step()
+        report["seconds"] = time.monotonic() - start
+        # A run that is cut off leaves what it has measured.
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        sys.stderr.write(f"{name} done after {report['seconds']:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()
