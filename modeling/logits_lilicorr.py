@@ -56,10 +56,14 @@ def multiplies_in_bf16(head: nn.Module) -> bool:
         and head.weight.dtype in (torch.float32, torch.bfloat16)
         and head.weight.numel() >= SMALLEST_HEAD
         and not torch.is_grad_enabled()
-        # Whoever hooks the head wants to see its calls.
-        and not (head._forward_hooks or head._forward_pre_hooks)
+        and not is_watched(head)
         and cpu_has_bf16()
     )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see the module's calls: by hooks, or as accelerate does, by a `forward` of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 @functools.cache
@@ -76,4 +80,4 @@ def bf16_copy(weight: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-__all__ = ["draft_logits"]
+__all__ = ["draft_logits", "is_watched", "multiplies_in_bf16"]

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from .lattice_lilicorr import Lattice, candidate_pool, greedy_walk, lattice_scores
+from .logits_lilicorr import is_watched
 
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def can_be_folded(head: "LiLiCorrHead") -> bool:
     linears = (head.factor_input_proj, head.out_head, head.in_head)
     return (
         not torch.is_grad_enabled()
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in (head, *linears))
+        and not any(is_watched(module) for module in (head, *linears))
         and all(type(x) is nn.Linear and type(x.weight) is nn.Parameter for x in linears)
     )
 

@@ -75,10 +75,16 @@ def test_a_changed_head_is_folded_again(model, tables):
 
 @torch.no_grad()
 def test_a_head_with_hooks_is_called(model, tables):
+    """FSDP gathers its shards by a hook, accelerate moves inputs by a `forward` of its own."""
     calls: list[torch.Tensor] = []
-    model.lilicorr.register_forward_hook(lambda *args: calls.append(args[-1]))
+    hook = model.lilicorr.register_forward_hook(lambda *args: calls.append(args[-1]))
     model.scoring(model.lilicorr, tables, random_inputs(model))
     assert len(calls) == 1
+    hook.remove()
+    forward = model.lilicorr.forward
+    model.lilicorr.forward = lambda *args: calls.append(args) or forward(*args)
+    model.scoring(model.lilicorr, tables, random_inputs(model))
+    assert len(calls) == 2
 
 
 def test_gradients_reach_every_part_of_the_head(model, tables):
