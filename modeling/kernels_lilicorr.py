@@ -79,8 +79,9 @@ def fused_greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> 
 
 def fused_viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
     """[`viterbi_path`] in one launch; raises `ValueError` as [`topk_logsumexp`] does."""
-    *leading, slots, k, _ = (*pair_scores.shape[:-3], pair_scores.shape[-3] + 1, *pair_scores.shape[-2:])
-    origins = start_scores.new_empty((*leading, slots, k), dtype=torch.int32)
+    slots = pair_scores.shape[-3] + 1
+    shape = (*start_scores.shape[:-1], slots, start_scores.shape[-1])
+    origins = start_scores.new_empty(shape, dtype=torch.int32)
     return _launch_path(_viterbi_path, start_scores, pair_scores, origins)
 
 

@@ -7,6 +7,7 @@ copy of the head, and the candidates that come out best are computed again from 
 """
 
 import functools
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def weight_first(weight: torch.Tensor, states: torch.Tensor, bias: torch.Tensor 
     return logits if bias is None else logits + bias.to(logits.dtype)
 
 
-def multiplies_in_bf16(head: nn.Module) -> bool:
+def multiplies_in_bf16(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `head` is a large plain linear layer on a CPU that has instructions for bf16."""
     return (
         type(head) is nn.Linear

@@ -153,7 +153,7 @@ class ScoringPass:
             self.unavailable.add(mode)
             return Lattice(*self.eager(head, tables)(*inputs))
 
-    def eager(self, head: "LiLiCorrHead", tables: "TargetTables") -> Callable[..., Tensors]:
+    def eager(self, head: "LiLiCorrHead", tables: "TargetTables") -> functools.partial[Tensors]:
         scores = self.fold(head) if can_be_folded(head) else head
         return functools.partial(score_blocks, scores, head.config.candidate_topk, tables.embed)
 
@@ -175,11 +175,11 @@ class ScoringPass:
             if key not in self.passes:
                 if len(self.passes) == LARGEST_COLLECTION:
                     self.passes.clear()
-                self.passes[key] = {"compile": compiled, "cuda_graph": RecordedGraph}[mode](eager, inputs)
+                self.passes[key] = compiled(eager) if mode == "compile" else RecordedGraph(eager, inputs)
             return self.passes[key]
 
 
-def compiled(eager: Callable[..., Tensors], inputs: Tensors) -> Callable[..., Tensors]:
+def compiled(eager: Callable[..., Tensors]) -> Callable[..., Tensors]:
     # A breaking graph or a changing shape is an error rather than a slow surprise.
     return torch.compile(eager, fullgraph=True, dynamic=False)
 

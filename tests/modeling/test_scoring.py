@@ -160,7 +160,7 @@ def test_modes_agree_on_a_gpu(model, tables, mode):
 
 
 def test_a_pass_is_kept_for_each_shape_and_no_more_than_some(model, tables, monkeypatch):
-    monkeypatch.setattr(scoring_lilicorr, "compiled", lambda eager, inputs: eager)
+    monkeypatch.setattr(scoring_lilicorr, "compiled", lambda eager: eager)
     monkeypatch.setattr(scoring_lilicorr, "LARGEST_COLLECTION", 3)
     scoring = ScoringPass()
     with torch.no_grad():
