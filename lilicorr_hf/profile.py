@@ -20,6 +20,7 @@ from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
 from .modeling.generation_lilicorr import record
 from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
 from .modeling.logits_lilicorr import multiplies_in_bf16
+from .modeling.modeling_dflash import DFlashModel
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
 from .modeling.target_lilicorr import TargetTables
 
@@ -110,8 +111,7 @@ def random_pair(name: str, device: str, dtype: torch.dtype) -> "tuple[PreTrained
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(shape.target(**shape.fields, eos_token_id=None), dtype=dtype)
         assistant: Any = LiLiCorrDraftModel(config)
-        assistant = assistant.to(dtype)
-    return target.eval(), assistant.eval()
+    return target.eval(), assistant.to(dtype).eval()
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Stopwatch:
 @torch.no_grad()
 def profile(
     target: "PreTrainedModel",
-    assistant: LiLiCorrDraftModel,
+    assistant: DFlashModel,
     context: int = 256,
     rounds: int = 20,
     provenance: dict[str, Any] | None = None,
@@ -193,7 +193,12 @@ def profile(
         context (`int`): tokens before the first block.
         rounds (`int`): blocks to time, after two that are not.
         provenance (`dict`): what the profile is to be filed under.
+
+    Raises:
+        `ValueError`: for an assistant without a LiLiCorr head.
     """
+    if not isinstance(assistant, LiLiCorrDraftModel):
+        raise ValueError(f"A profile has the parts of a LiLiCorr draft; {type(assistant).__name__} has others.")
     watch = Stopwatch(target.device)
     blocks = Blocks(target, assistant, context, watch)
     for _ in range(rounds + 2):
@@ -241,7 +246,7 @@ class Blocks:
         rows = self.states.shape[1]
         watch.restart()
         anchor = torch.randint(self.config.vocab_size, (1, 1), device=self.target.device)
-        masks = anchor.new_full((1, block - 1), assistant.mask_token_id)
+        masks = anchor.new_full((1, block - 1), self.assistant.mask_token_id)
         noise = self.tables.embed(torch.cat([anchor, masks], dim=-1)).to(assistant.dtype)
         self.draft_cache.set_previous_accepted_tokens(rows)
         positions = torch.arange(self.seen, self.seen + rows + block, device=anchor.device).unsqueeze(0)

@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tiny import tiny_assistant, tiny_target
 from typer.testing import CliRunner
 
+from lilicorr_hf import DFlashModel
 from lilicorr_hf.cli import app
-from lilicorr_hf.profile import PARTS, SHAPES, random_pair, weights
+from lilicorr_hf.profile import PARTS, SHAPES, profile, random_pair, weights
 
 
 SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
@@ -59,3 +61,9 @@ def test_the_prepared_gpu_run_works_small_on_a_cpu(tmp_path):
     assert report["tiny"]["scoring"]["eager"]["ms"] > 0
     assert [part["name"] for part in report["tiny"]["profile"]["parts"]] == list(PARTS)
     assert report["hardware"] and report["provenance"]["torch"]
+
+
+def test_an_assistant_without_the_head_is_refused():
+    target, assistant = tiny_target("llama").float(), tiny_assistant(model_class=DFlashModel)
+    with pytest.raises(ValueError, match="DFlashModel has others"):
+        profile(target, assistant)
