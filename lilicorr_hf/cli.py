@@ -233,18 +233,14 @@ def profile(
     with complaints():
         import torch
 
-        from .modeling.modeling_lilicorr import LiLiCorrDraftModel
-        from .pairs import load_target, resolve_assistant
+        from .pairs import load_assistant, load_target
         from .profile import draw, random_pair
         from .profile import profile as run_profile
         from .provenance import made_with, without_folders
 
         if shape is None:
             model, _ = load_target(target, dtype=dtype, device_map=device)
-            draft_model = LiLiCorrDraftModel.from_pretrained(
-                resolve_assistant(assistant), dtype=model.dtype, device_map=model.device
-            )
-            draft_model.check_target(model)
+            draft_model = load_assistant(assistant, model)
             filed = {"target": without_folders(target), "assistant": without_folders(assistant)}
         else:
             model, draft_model = random_pair(shape, device, getattr(torch, dtype))
