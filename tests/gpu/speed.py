@@ -14,23 +14,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lilicorr_hf.bench import bench
-from lilicorr_hf.cli import provenance
+from lilicorr_hf.bench.plan import Options, plan
+from lilicorr_hf.bench.runner import Runner
+from lilicorr_hf.bench.statistics import summarise
+from lilicorr_hf.bench.systems import Setting, parse_systems
 from lilicorr_hf.modeling import kernels_lilicorr as kernels
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk, viterbi_path
 from lilicorr_hf.modeling.scoring_lilicorr import MODES
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
-from lilicorr_hf.pairs import load_assistant, load_target
+from lilicorr_hf.pairs import load_target
 from lilicorr_hf.profile import profile, random_pair
+from lilicorr_hf.provenance import made_with
 
 
 NOT_MEASURED = "not measured"
+SYSTEMS = ("lilicorr", "lilicorr:adaptive_draft=true", "lilicorr-tree:nodes=32", "argmax", "transformers-dflash")
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -107,16 +110,14 @@ def measure_shape(shape: str, device: torch.device, rounds: int, repeats: int) -
     return {"scoring": scoring, "profile": json.loads(profile(target, assistant, 512, rounds).to_json())}
 
 
-def measure_text(name: str, held_out: str, device: torch.device) -> dict[str, Any]:
-    """Real prompts with the shipped pair, each draft cut by the clock and not."""
+def measure_text(name: str, held_out: str, device: torch.device) -> list[dict[str, Any]]:
+    """Real prompts with the shipped pair, decoded by every system in turn."""
     model, tokenizer = load_target(name, dtype="bfloat16" if device.type == "cuda" else "float32")
     model.to(device)
-    systems = {}
-    for system, adaptive in (("whole blocks", False), ("adaptive", True)):
-        systems[system] = load_assistant("smollm2-135m", model)
-        systems[system].config.adaptive_draft = adaptive
-    *_, result = bench(model, tokenizer, systems, [held_out], limit=16, max_new_tokens=128)
-    return {"summary": [result.summary(system) for system in systems], "prompts": [asdict(p) for p in result.prompts]}
+    options = Options(systems=SYSTEMS, max_new_tokens=128)
+    runner = Runner(model, tokenizer, parse_systems(list(SYSTEMS)), Setting(model, "smollm2-135m"), options)
+    items = plan([Path(held_out)], options, 16)
+    return summarise([row for item in items for row in runner.measure(item)])
 
 
 def main() -> None:
@@ -132,7 +133,7 @@ def main() -> None:
     rounds, repeats, vocab = (2, 2, 5000) if args.smoke else (50, 100, 151936)
     report: dict[str, Any] = {
         "hardware": platform.machine() if args.smoke else torch.cuda.get_device_name(),
-        "provenance": provenance(args.target, "smollm2-135m"),
+        "provenance": made_with(device),
     }
     steps: dict[str, Callable[[], Any]] = {"kernels": lambda: check_kernels(device, repeats, vocab)}
     for shape in ("tiny",) if args.smoke else ("qwen3-8b", "qwen3-4b", "smollm2-135m"):

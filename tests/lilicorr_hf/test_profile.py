@@ -60,7 +60,7 @@ def test_the_prepared_gpu_run_works_small_on_a_cpu(tmp_path):
     report = json.loads(out.read_text())
     assert report["tiny"]["scoring"]["eager"]["ms"] > 0
     assert [part["name"] for part in report["tiny"]["profile"]["parts"]] == list(PARTS)
-    assert report["hardware"] and report["provenance"]["torch"]
+    assert report["hardware"] and report["provenance"]["versions"]["torch"]
 
 
 def test_an_assistant_without_the_head_is_refused():
