@@ -258,7 +258,7 @@ class Blocks:
         handle.remove()
         self.draft_cache.crop(-block)
         watch.stamp("drafter")
-        logits = self.tables.draft_logits(output.last_hidden_state)[:, 1:]
+        logits = self.tables.logits(output.last_hidden_state, assistant.draft_product)[:, 1:]
         watch.stamp("lm_head")
         ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         watch.stamp("top-K")

@@ -20,27 +20,45 @@ EXACT_CANDIDATES = 32
 # Below this many weights there is nothing to gain.
 SMALLEST_HEAD = 1 << 22
 
-# The bf16 copy of a head's weight and the version of the weight it was made from; it goes when the weight does.
-_copies = WeakTensorKeyDictionary()
 
-
-def draft_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Logits `[r, V]` of states `[r, M]` in the head's dtype: `head(states)`, on CPUs up to the rounding of bf16 and
-    exact for each row's best candidates.
-
-    Args:
-        head (`nn.Module`): the target's. Anything but a plain `nn.Linear` is called as it is.
+class DraftProduct:
     """
-    if not multiplies_in_bf16(head) or len(states) < 2:
-        return head(states)
-    if head.weight.dtype == torch.bfloat16:
-        return weight_first(head.weight, states, head.bias)
-    coarse = weight_first(bf16_copy(head.weight), states.bfloat16(), head.bias)
-    ids = coarse.topk(EXACT_CANDIDATES, dim=-1).indices
-    exact = (F.embedding(ids, head.weight) @ states.unsqueeze(-1)).squeeze(-1)
-    if head.bias is not None:
-        exact = exact + head.bias[ids]
-    return coarse.to(exact.dtype).scatter_(-1, ids, exact)
+    Logits of a draft: the output head's product on CPUs up to the rounding of bf16, exact for each row's best
+    candidates. What it keeps depends on heads' weights alone, so threads share it; a copy of it, or a pickled one,
+    starts anew.
+    """
+
+    def __init__(self) -> None:
+        # The bf16 copy of a head's weight and the version it was made from; it goes when the weight does.
+        self.copies = WeakTensorKeyDictionary()
+
+    def __reduce__(self):
+        return DraftProduct, ()
+
+    def __call__(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """Logits `[r, V]` of states `[r, M]` in the head's dtype.
+
+        Args:
+            head (`nn.Module`): the target's. Anything but a plain `nn.Linear` is called as it is.
+        """
+        if not multiplies_in_bf16(head) or len(states) < 2:
+            return head(states)
+        if head.weight.dtype == torch.bfloat16:
+            return weight_first(head.weight, states, head.bias)
+        coarse = weight_first(self.bf16_copy(head.weight), states.bfloat16(), head.bias)
+        ids = coarse.topk(EXACT_CANDIDATES, dim=-1).indices
+        exact = (F.embedding(ids, head.weight) @ states.unsqueeze(-1)).squeeze(-1)
+        if head.bias is not None:
+            exact = exact + head.bias[ids]
+        return coarse.to(exact.dtype).scatter_(-1, ids, exact)
+
+    def bf16_copy(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` in bf16, made once and again after a change in place."""
+        version, copy = self.copies.get(weight, (None, None))
+        if version != weight._version:
+            copy = weight.detach().bfloat16()
+            self.copies[weight] = (weight._version, copy)
+        return copy
 
 
 def weight_first(weight: torch.Tensor, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,13 +90,4 @@ def cpu_has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def bf16_copy(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` in bf16, made once and again after a change in place."""
-    version, copy = _copies.get(weight, (None, None))
-    if version != weight._version:
-        copy = weight.detach().bfloat16()
-        _copies[weight] = (weight._version, copy)
-    return copy
-
-
-__all__ = ["draft_logits", "is_watched", "multiplies_in_bf16"]
+__all__ = ["DraftProduct", "is_watched", "multiplies_in_bf16"]

@@ -35,6 +35,7 @@ from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook_or_warn
 from .lattice_lilicorr import Lattice, processed_slots
+from .logits_lilicorr import DraftProduct
 from .target_lilicorr import TargetTables, check_target, require_mask_token
 from .tree_lilicorr import TreeShape, marginal_tree, steered_slots
 
@@ -228,6 +229,7 @@ class DFlashModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(width, eps=eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.draft_product = DraftProduct()
         self.post_init()
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
@@ -317,7 +319,7 @@ class DFlashModel(DFlashPreTrainedModel):
         )
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
-        logits = tables.draft_logits(output.last_hidden_state)[:, self.slot_rows]
+        logits = tables.logits(output.last_hidden_state, self.draft_product)[:, self.slot_rows]
         if tree is not None:
             return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
         return self.choose(logits, output, anchor_ids, tables, process, temperature)

@@ -4,15 +4,14 @@
 Shapes: `b` batch, `n` positions, `L` tapped layers, `M` hidden width of the target, `V` vocabulary.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from .configuration_lilicorr import LiLiCorrConfig
-from .logits_lilicorr import draft_logits
+from .logits_lilicorr import DraftProduct
 
 
 if TYPE_CHECKING:
@@ -38,18 +37,16 @@ class TargetTables:
             return nn.Embedding.forward(self.embedding, token_ids)
         return self.embedding(token_ids)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[*, V]` of post-norm states `[*, M]`, scaled and soft-capped as the target does."""
-        return self._logits(self.output_head, hidden_states)
+    def logits(self, hidden_states: torch.Tensor, product: DraftProduct | None = None) -> torch.Tensor:
+        """Logits `[*, V]` of post-norm states `[*, M]`, scaled and soft-capped as the target does.
 
-    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As [`logits`], in less time where that costs nothing but rounding far from the best tokens."""
-        return self._logits(functools.partial(draft_logits, self.output_head), hidden_states)
-
-    def _logits(self, product: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> torch.Tensor:
+        Args:
+            product ([`DraftProduct`]): multiplies instead of the output head, for drafts.
+        """
         # A strided 3-D input would send the product down a path that copies the whole head for each row of the batch.
         flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype)
-        return rescale_logits(product(flat), self.config).view(*hidden_states.shape[:-1], -1)
+        logits = self.output_head(flat) if product is None else product(self.output_head, flat)
+        return rescale_logits(logits, self.config).view(*hidden_states.shape[:-1], -1)
 
 
 def rescale_logits(logits: torch.Tensor, config: "PreTrainedConfig") -> torch.Tensor:

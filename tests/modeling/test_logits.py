@@ -1,11 +1,13 @@
 """A draft's logits: fast on CPUs, exact for the candidates."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from lilicorr_hf.modeling import logits_lilicorr
-from lilicorr_hf.modeling.logits_lilicorr import EXACT_CANDIDATES, SMALLEST_HEAD, draft_logits
+from lilicorr_hf.modeling.logits_lilicorr import EXACT_CANDIDATES, SMALLEST_HEAD, DraftProduct
 
 
 WIDTH = 64
@@ -28,7 +30,7 @@ def random_head(bias: bool = False, vocab: int = VOCAB) -> tuple[nn.Linear, torc
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_best_candidates_are_those_of_the_head_and_exact(bias):
     head, states = random_head(bias)
-    logits, reference = draft_logits(head, states), head(states)
+    logits, reference = DraftProduct()(head, states), head(states)
     assert not torch.equal(logits, reference)
     best, expected = (x.topk(EXACT_CANDIDATES // 2, dim=-1) for x in (logits, reference))
     assert torch.equal(best.indices, expected.indices)
@@ -40,36 +42,36 @@ def test_the_best_candidates_are_those_of_the_head_and_exact(bias):
 def test_a_bf16_head_is_multiplied_in_its_own_dtype():
     head, states = random_head(bias=True)
     head, states = head.bfloat16(), states.bfloat16()
-    logits = draft_logits(head, states)
+    logits = DraftProduct()(head, states)
     assert logits.dtype == torch.bfloat16
     assert logits.is_contiguous()
     torch.testing.assert_close(logits, head(states), rtol=0.01, atol=0.1)
 
 
 def test_a_changed_head_is_copied_again():
-    head, states = random_head()
-    draft_logits(head, states)
+    product, (head, states) = DraftProduct(), random_head()
+    product(head, states)
     head.weight.neg_()
-    torch.testing.assert_close(draft_logits(head, states), head(states), rtol=0.01, atol=0.1)
+    torch.testing.assert_close(product(head, states), head(states), rtol=0.01, atol=0.1)
 
 
 def test_other_heads_are_called_as_they_are():
     head, states = random_head()
     calls: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: calls.append(output))
-    assert torch.equal(draft_logits(head, states), head(states))
+    assert torch.equal(DraftProduct()(head, states), head(states))
     assert len(calls) == 2
     hook.remove()
     small, states = random_head(vocab=VOCAB // 2)
-    assert torch.equal(draft_logits(small, states), small(states))
+    assert torch.equal(DraftProduct()(small, states), small(states))
     with torch.enable_grad():
-        assert draft_logits(head, states).requires_grad
+        assert DraftProduct()(head, states).requires_grad
 
 
 def test_a_copy_goes_with_its_head():
-    head, states = random_head()
-    before = len(logits_lilicorr._copies)
-    draft_logits(head, states)
-    assert len(logits_lilicorr._copies) == before + 1
+    product, (head, states) = DraftProduct(), random_head()
+    product(head, states)
+    assert len(product.copies) == 1
+    assert len(copy.deepcopy(product).copies) == 0
     del head
-    assert len(logits_lilicorr._copies) == before
+    assert len(product.copies) == 0
