@@ -179,6 +179,11 @@ class LiLiCorrDraftModel(LatticeDraftModel):
         self.scoring = ScoringPass()
         self.post_init()
 
+    def train(self, mode: bool = True) -> "LiLiCorrDraftModel":
+        # Fused optimizers change weights without a trace, so what was prepared from them is made anew.
+        self.scoring = ScoringPass()
+        return super().train(mode)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)

@@ -74,6 +74,17 @@ def test_a_changed_head_is_folded_again(model, tables):
 
 
 @torch.no_grad()
+def test_a_head_that_was_trained_is_folded_again(model, tables):
+    """Fused optimizers leave no version behind, as `data` does not."""
+    inputs = random_inputs(model)
+    model.scoring(model.lilicorr, tables, inputs)
+    model.train()
+    model.lilicorr.in_head.weight.data.neg_()
+    model.eval()
+    assert_same(model.scoring(model.lilicorr, tables, inputs), slow(model, tables, inputs))
+
+
+@torch.no_grad()
 def test_a_head_with_hooks_is_called(model, tables):
     """FSDP gathers its shards by a hook, accelerate moves inputs by a `forward` of its own."""
     calls: list[torch.Tensor] = []
