@@ -8,8 +8,10 @@
 | `cuda_graph` | a recorded CUDA graph, replayed with one launch |
 
 All take the same tensors and give the same candidates and paths. Which one runs is the assistant's `config.scoring`,
-or else the environment's `LILICORR_SCORING`, or else the device's best. Shapes: `b` batch, `S` slots, `K` candidates
-of a slot, `V` vocabulary, `M` hidden width, `H` head width, `E` factor dimension.
+or else the environment's `LILICORR_SCORING`, or else `eager`: the others have not been run on a GPU yet.
+
+Shapes: `b` batch, `S` slots, `K` candidates of a slot, `V` vocabulary, `M` hidden width, `H` head width, `E` factor
+dimension.
 """
 
 import functools
@@ -141,7 +143,7 @@ class ScoringPass:
             mode (`str`): as [`choose_mode`] takes it. One that cannot be had here gives way to `eager`, with one
                 warning that says why.
         """
-        mode = choose_mode(mode, inputs[0].device)
+        mode = choose_mode(mode)
         if mode == "eager" or mode in self.unavailable or torch.is_grad_enabled():
             return Lattice(*self.eager(head, tables)(*inputs))
         # The strides of a slice tell how long the text is, and a pass would be made for each.
@@ -211,15 +213,13 @@ class RecordedGraph:
             return tuple(x.clone() for x in self.outputs)
 
 
-def choose_mode(mode: str | None, device: torch.device) -> str:
-    """The mode asked for, by the caller or else by the environment, or the device's best.
+def choose_mode(mode: str | None) -> str:
+    """The mode asked for, by the caller or else by the environment; `eager` if nobody asks.
 
     Raises:
         `ValueError`: for a mode that does not exist.
     """
-    mode = mode or os.environ.get(VARIABLE) or None
-    if mode is None:
-        return "cuda_graph" if device.type == "cuda" else "eager"
+    mode = mode or os.environ.get(VARIABLE) or "eager"
     if mode not in MODES:
         raise ValueError(
             f"There is no scoring mode {mode!r} (config's `scoring` or ${VARIABLE}); take one of {MODES}."

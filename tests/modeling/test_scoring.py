@@ -10,7 +10,7 @@ from tiny import tiny_assistant, tiny_target
 
 from lilicorr_hf.modeling import scoring_lilicorr
 from lilicorr_hf.modeling.lattice_lilicorr import Lattice, candidate_pool, greedy_walk
-from lilicorr_hf.modeling.scoring_lilicorr import VARIABLE, FoldedHead, ScoringPass
+from lilicorr_hf.modeling.scoring_lilicorr import VARIABLE, FoldedHead, ScoringPass, choose_mode
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
 
 
@@ -112,13 +112,9 @@ def test_a_copy_starts_anew(model, tables):
 
 
 def test_the_mode_is_the_configs_or_the_environments(model, tables, monkeypatch):
-    def modes(mode=None):
-        return scoring_lilicorr.choose_mode(mode, torch.device("cpu"))
-
-    assert modes() == "eager"
-    assert scoring_lilicorr.choose_mode(None, torch.device("cuda")) == "cuda_graph"
+    assert choose_mode(None) == "eager"
     monkeypatch.setenv(VARIABLE, "compile")
-    assert modes() == "compile" and modes("eager") == "eager"
+    assert choose_mode(None) == "compile" and choose_mode("eager") == "eager"
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(ValueError, match="no scoring mode 'fast'.*eager"):
         model.scoring(model.lilicorr, tables, random_inputs(model))
