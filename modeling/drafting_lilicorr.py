@@ -196,7 +196,7 @@ class RowDrafting(BlockDrafting):
 def survival(lattice: Lattice, budget: int) -> list[float]:
     """How probable the first `budget` tokens of the walk are, each with all before it, to the drafter.
 
-    With the shipped weights that is about how often the target accepts them; equation 2 promises several times more.
+    To the drafter and not by equation 2; [`Pace`] corrects what is off by what the target accepts.
     """
     assert lattice.walk is not None
     walk = lattice.walk[0, :budget]

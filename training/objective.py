@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk
-from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel, DFlashOutput
+from lilicorr_hf.modeling.modeling_dflash import DFlashModel, DFlashOutput
 from lilicorr_hf.modeling.modeling_dflash2 import DFlash2Model
 from lilicorr_hf.modeling.modeling_lattice import LatticeDraftModel
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
@@ -125,7 +125,7 @@ def training_loss(
         forward (`Callable`): the model's forward pass, wrapped for distributed training; by default the model.
         vocabulary ([`Vocabulary`]): draws the tokens that compete for a slot; by default all do.
         block_size (`int`): of this step's blocks; by default, and at most, the model's.
-        with_head (`bool`): `False` leaves a model's head out, for steps that train its drafter alone.
+        with_head (`bool`): `False` leaves a model's head out, where it is frozen.
         progress (`float`): share of the run that is over; Domino's loss moves from the drafter to its head with it.
         clock ([`StageClock`]): told at the end of each stage.
     """
@@ -162,27 +162,15 @@ def training_loss(
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
     if isinstance(model, LatticeDraftModel) and with_head:
         clock.mark_gradient(log_probs, "head")
-        if isinstance(model, DFlash2Model):
-            # Its authors' training is not public: it learns as LiLiCorr's head does.
-            anchor_ids = batch.input_ids.gather(1, batch.anchors)
-            start, pair = model.pair_scores(log_probs, candidate_ids, anchor_ids, hidden)
-        else:
-            assert isinstance(model, LiLiCorrDraftModel)
-            teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
-            context = output.context_hidden_states
-            start, pair = score_blocks(
-                model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
-            )
+        teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
+        context = output.context_hidden_states
+        start, pair = score_lattices(
+            model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
+        )
         terms = (start, pair, candidate_ids, truth_index, complete)
         add_head_terms(step, objective, share, tables, batch, *terms, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
         clock.mark("head")
-    elif isinstance(model, LatticeDraftModel):
-        # Every parameter keeps its place in the graph, as processes that train together need.
-        step.loss = (
-            step.loss
-            + sum(p.sum() for name, p in model.named_parameters() if not name.startswith(DRAFTER_PREFIXES)) * 0.0
-        )
     for name, hit in hits.items():
         step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
     step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
@@ -225,6 +213,18 @@ def drafter_step(
     if objective.distillation:
         step.parts["divergence"] = masked_mean(divergence.detach(), supervised)
     return step
+
+
+def score_lattices(
+    model: LatticeDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of all blocks, by the model's method."""
+    if isinstance(model, DFlash2Model):
+        # Its authors' training is not public: it learns as LiLiCorr's head does.
+        anchor_ids = batch.input_ids.gather(1, batch.anchors)
+        return model.pair_scores(log_probs, candidate_ids, anchor_ids, hidden)
+    assert isinstance(model, LiLiCorrDraftModel)
+    return score_blocks(model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size)
 
 
 def score_blocks(

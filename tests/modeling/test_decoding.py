@@ -8,11 +8,13 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
+    PROMPT,
     Interrupt,
     Recorder,
     RecordingCriterion,
     assert_equal_caches,
     assert_equal_outputs,
+    both,
     character_tokenizer,
     watchers,
 )
@@ -27,9 +29,6 @@ from transformers import (
 
 import lilicorr_hf
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
-
-
-PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +52,6 @@ def oracle(target):
 @pytest.fixture(scope="module")
 def tokenizer():
     return character_tokenizer()
-
-
-def both(target, assistant, prompt=PROMPT, make=dict, **kwargs):
-    """Plain and assisted output of the same call, with `make()`'s arguments made anew for each."""
-    outputs = []
-    for extra in ({}, {"assistant_model": assistant}):
-        torch.manual_seed(0)
-        outputs.append(target.generate(prompt, **GREEDY | kwargs | make() | extra))
-    return outputs
 
 
 @pytest.mark.parametrize("drafter", [Oracle, AntiOracle, LiLiCorrDraftModel, DFlashModel])

@@ -7,9 +7,11 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
+    PROMPT,
     Interrupt,
     assert_equal_caches,
     assert_equal_outputs,
+    both,
     character_tokenizer,
     watchers,
 )
@@ -26,7 +28,6 @@ import lilicorr_hf
 from lilicorr_hf import DFlashModel, LiLiCorrConfig, LiLiCorrDraftModel
 
 
-PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma2", "mistral", "mixtral")
 CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")]
 CASES.remove(("gemma2", "sdpa"))
@@ -47,15 +48,6 @@ def faulty(family: str, nodes: int, length: int = 60) -> FaultyOracle:
     assistant = tiny_assistant(0, FaultyOracle, tree_budget=nodes)
     assistant.answers = [answer_of(family)[0, : 6 + length].tolist()]
     return assistant
-
-
-def both(target, assistant, prompt=PROMPT, make=dict, **kwargs):
-    """Plain and assisted output of the same call, with `make()`'s arguments made anew for each."""
-    outputs = []
-    for extra in ({}, {"assistant_model": assistant}):
-        torch.manual_seed(0)
-        outputs.append(target.generate(prompt, **GREEDY | kwargs | make() | extra))
-    return outputs
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)

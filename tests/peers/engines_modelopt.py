@@ -5,12 +5,10 @@ Drafts at the anchors of a recording with both and writes what its head was call
 
 from pathlib import Path
 
-import modelopt.torch.speculative as mtsp
 import torch
 from modelopt.torch.export import export_speculative_decoding
-from record_blocks_modelopt import score, walk
+from record_blocks_modelopt import load_drafting, score, walk
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from worker import read_settings
 
 
@@ -29,10 +27,7 @@ def draft_all(model, settings, recording) -> dict[str, torch.Tensor]:
 def main() -> None:
     settings = read_settings()
     recording = load_file(settings["recording"])
-    model = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=settings["dtype"])
-    mtsp.convert(model, [("dflash", settings["dflash"])])
-    # Its forward drafts in training mode only; there is no dropout.
-    model.train()
+    model = load_drafting(settings)
     folder = Path(settings["folder"])
     save_file(draft_all(model, settings, recording), folder / "ours_there.safetensors")
     torch.manual_seed(0)

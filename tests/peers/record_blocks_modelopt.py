@@ -59,13 +59,18 @@ def draft(model, sequence: torch.Tensor, anchors: list[int], multiple: int) -> d
     }
 
 
-def main() -> None:
-    settings = read_settings()
-    recording = load_file(settings["recording"])
+def load_drafting(settings: dict):
+    """The target with its drafter converted beside it, ready to draft."""
     model = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=settings["dtype"])
     mtsp.convert(model, [("dflash", settings["dflash"])])
     # Its forward drafts in training mode only; there is no dropout.
-    model.train()
+    return model.train()
+
+
+def main() -> None:
+    settings = read_settings()
+    recording = load_file(settings["recording"])
+    model = load_drafting(settings)
     tensors = {}
     for prompt, anchors in settings["anchors"].items():
         # Copies: the file that these are views of may be the one to write.

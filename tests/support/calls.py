@@ -16,6 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 
+PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
 GREEDY = {"do_sample": False, "max_new_tokens": 17}
 ALL_OUTPUTS = {
     "return_dict_in_generate": True,
@@ -24,6 +25,15 @@ ALL_OUTPUTS = {
     "output_attentions": True,
     "output_hidden_states": True,
 }
+
+
+def both(target, assistant, prompt=PROMPT, make=dict, **kwargs):
+    """Plain and assisted output of the same call, with `make()`'s arguments made anew for each."""
+    outputs = []
+    for extra in ({}, {"assistant_model": assistant}):
+        torch.manual_seed(0)
+        outputs.append(target.generate(prompt, **GREEDY | kwargs | make() | extra))
+    return outputs
 
 
 class Recorder(LogitsProcessor, StoppingCriteria, BaseStreamer):
