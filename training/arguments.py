@@ -31,6 +31,8 @@ class ModelArguments:
     head_num_layers: int = option(2, "Layers of the head.")
     head_num_heads: int = option(4, "Attention heads of the head.")
     factor_dim: int = option(256, "Dimension of the in and out vectors.")
+    logit_scale: float = option(8.0, "Scale of the vectors' cosines in the scores.")
+    vector_eps: float = option(1e-4, "Least norm a vector is divided by; above all norms, scores are plain products.")
     conv_kernel_size: int = option(0, "Taps of the convolutions around the drafter's sublayers; 0 for none.")
     conv_group_size: int = option(0, "Channels that share one of their dynamic kernels.")
     warm_start: bool = option(True, "Start a new drafter from the target's last layers, and a new head balanced.")

@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     parser.add_argument("--config", help="YAML file or name of a recipe; the command line wins.")
     if "--config" in argv:
         at = argv.index("--config")
-        settings: dict[str, Any] = yaml.safe_load(recipe(argv[at + 1]).read_text()) or {}
+        settings: dict[str, Any] = yaml.safe_load(named_file(argv[at + 1]).read_text()) or {}
         known = {action.dest for action in parser._actions}
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
@@ -61,20 +61,18 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     return model_args, data_args, args
 
 
-def recipe(name: str) -> Path:
-    """A YAML file, or one of the recipes that come with the package by its name.
+def named_file(name: str, folder: Path = CONFIGS) -> Path:
+    """A YAML file, or one of those that come with the package in `folder`, by its name.
 
     Raises:
-        `FileNotFoundError`: if it is neither, naming the recipes.
+        `FileNotFoundError`: if it is neither, with the names that there are.
     """
     if Path(name).is_file():
         return Path(name)
-    recipes = {path.stem: path for path in CONFIGS.glob("*.yaml")}
-    if name not in recipes:
-        raise FileNotFoundError(
-            f"There is no file {name!r}, and no recipe of that name; recipes are {sorted(recipes)}."
-        )
-    return recipes[name]
+    shipped = {path.stem: path for path in folder.glob("*.yaml")}
+    if name not in shipped:
+        raise FileNotFoundError(f"There is no file {name!r}, and none comes by that name; there are {sorted(shipped)}.")
+    return shipped[name]
 
 
 def to_argv(settings: dict[str, Any]) -> list[str]:
@@ -112,6 +110,8 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
         head_num_layers=args.head_num_layers,
         head_num_heads=args.head_num_heads,
         factor_dim=args.factor_dim,
+        logit_scale=args.logit_scale,
+        vector_eps=args.vector_eps,
         conv_kernel_size=args.conv_kernel_size,
         conv_group_size=args.conv_group_size,
     )

@@ -1,0 +1,98 @@
+"""Systems trained in turns under equal conditions, and measured: the command a user runs."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from small_run import small_settings
+from tiny import tiny_target
+
+from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
+from lilicorr_hf.training import study, train
+
+
+@pytest.fixture
+def study_file(tokenizer, tmp_path, monkeypatch):
+    """Two systems on eight rows, four steps each."""
+    monkeypatch.chdir(tmp_path)
+    target = tiny_target("llama", eos_token_id=2).float()
+    target.save_pretrained("target")
+    tokenizer.save_pretrained("target")
+    ids = torch.randint(6, 63, (8, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"prompt_ids": row[:4], "response_ids": row[4:]} for row in ids]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w5 w9"}\n')
+    settings = small_settings(
+        "target",
+        train_files=["rows.jsonl"],
+        target_layer_ids=[0, 2],
+        max_anchors=4,
+        held_out=0.3,
+        max_hours=8.0,
+        eval_strategy="no",
+        save_strategy="no",
+        metric_for_best_model="top1_prefix",
+        use_cpu=True,
+        report_to="none",
+    )
+    settings.pop("max_steps", None)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    shared = {"config": "recipe.yaml", "max_hours": None, "max_steps": 4}
+    path = tmp_path / "two.yaml"
+    path.write_text(yaml.safe_dump({"shared": shared, "systems": {"bare": {"method": "dflash"}, "whole": None}}))
+    return path
+
+
+def steps(folder):
+    return max(int(path.name[11:]) for path in folder.glob("checkpoint-*"))
+
+
+def test_study_trains_in_turns_goes_on_and_measures(study_file, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench training -->\n<!-- end -->\n\n<!-- bench taus -->\n<!-- end -->\n")
+    # One round of parts, then out of time.
+    study.main([str(study_file), "--parts", "2", "--jobs", "2", "--minutes", "1e-9"])
+    assert [steps(tmp_path / "runs" / "two" / name) for name in ("bare", "whole")] == [2, 2]
+
+    bench = "asked.jsonl --target target --assistant runs/two/whole --max-new-tokens 8 --output taus.json"
+    study.main([str(study_file), "--parts", "2", "--bench", bench, "--page", str(page)])
+    runs = tmp_path / "runs" / "two"
+    assert [steps(runs / name) for name in ("bare", "whole")] == [4, 4]
+    assert type(DFlashModel.from_pretrained(runs / "bare")) is DFlashModel
+    assert "checkpoint:path=whole" in page.read_text() and "| bare | 4 |" in page.read_text()
+
+    train.main(whole_run(tmp_path))
+    ours, straight = (LiLiCorrDraftModel.from_pretrained(folder) for folder in (runs / "whole", tmp_path / "straight"))
+    for (name, one), other in zip(ours.named_parameters(), straight.parameters(), strict=True):
+        assert one.equal(other), name
+
+
+def whole_run(tmp_path):
+    """Options of the system's run without parts."""
+    settings = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    del settings["max_hours"]
+    return train.to_argv(settings | {"max_steps": 4, "output_dir": str(tmp_path / "straight")})
+
+
+def test_systems_with_unequal_budgets_are_refused(study_file):
+    settings = yaml.safe_load(study_file.read_text())
+    settings["systems"]["whole"] = {"max_steps": 6}
+    study_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match="max_steps.*'bare': .4, None.*'whole': .6, None"):
+        study.main([str(study_file)])
+
+
+def test_file_that_is_no_study_is_refused(tmp_path):
+    (tmp_path / "x.yaml").write_text("target: smollm2-135m\n")
+    with pytest.raises(ValueError, match="shared.*systems"):
+        study.read_study(str(tmp_path / "x.yaml"), tmp_path)
+    with pytest.raises(FileNotFoundError, match="methods"):
+        study.read_study("nothing", tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(study.STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies_are_sound(path, tmp_path):
+    shipped = study.read_study(path.stem, tmp_path)
+    study.check_equal_budgets(shipped, [])
+    assert len(shipped.systems) > 1

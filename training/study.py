@@ -1,0 +1,212 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""`lilicorr study`: trains several systems under equal conditions, in turns, and measures them.
+
+Each system is a run of `lilicorr train` in a folder of its own, on the same rows in the same order from the same start.
+All advance by parts of the run, so that at any time they have seen equally much, to within one part.
+"""
+
+import argparse
+import multiprocessing
+import shlex
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from lilicorr_hf.bench.cli import main as bench
+from lilicorr_hf.bench.cli import put_into
+from lilicorr_hf.bench.tables import Table
+
+from .plot import read_history
+from .provenance import read_record
+from .train import named_file, new_trainer, parse_arguments, to_argv
+from .trainer import LiLiCorrTrainer
+
+
+STUDIES = Path(__file__).parent / "configs" / "studies"
+# In a system's folder: how many parts of its run are over.
+PARTS = "parts.txt"
+console, errors = Console(), Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Args:
+        name (`str`): of the file it was read from.
+        shared (`dict`): options of `lilicorr train` that all systems have.
+        systems (`dict`): by name, the options that only it has.
+        output_dir (`Path`): where each system has its folder.
+    """
+
+    name: str
+    shared: dict[str, Any]
+    systems: dict[str, dict[str, Any]]
+    output_dir: Path
+
+    def folder(self, system: str) -> Path:
+        return self.output_dir / system
+
+    def argv(self, system: str, more: list[str]) -> list[str]:
+        """Options of a system's run; `more` wins over the study's own."""
+        options = self.shared | self.systems[system]
+        given = {name: value for name, value in options.items() if value is not None}
+        return [*to_argv(given), *more, "--output_dir", str(self.folder(system))]
+
+    def parts_done(self, system: str) -> int:
+        record = self.folder(system) / PARTS
+        return int(record.read_text()) if record.is_file() else 0
+
+
+def read_study(name: str, output_dir: Path) -> Study:
+    """A YAML file with `shared` and `systems`, or one that comes with the package by its name.
+
+    Raises:
+        `ValueError`: if it says nothing else than that, or anything else.
+    """
+    path = named_file(name, STUDIES)
+    settings = yaml.safe_load(path.read_text())
+    if not isinstance(settings, dict) or settings.keys() != {"shared", "systems"} or not settings["systems"]:
+        raise ValueError(f"{path} has to hold `shared`, options of all runs, and `systems`, options of each by name.")
+    shared = dict(settings["shared"])
+    # Read here, so that a study can take an option out of a recipe: null stands for none.
+    recipe = yaml.safe_load(named_file(shared.pop("config")).read_text()) if "config" in shared else {}
+    systems = {system: options or {} for system, options in settings["systems"].items()}
+    return Study(path.stem, recipe | shared, systems, output_dir)
+
+
+class StopAt(TrainerCallback):
+    """Evaluates, saves and stops once a share of the trainer's run is over."""
+
+    def __init__(self, trainer: LiLiCorrTrainer, share: float):
+        self.trainer, self.share = trainer, share
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.elapsed >= self.share:
+            control.should_training_stop = control.should_save = control.should_evaluate = True
+
+
+def train_part(argv: list[str], part: int, parts: int, threads: int) -> None:
+    """Goes on with a system's run to the end of its part `part` of `parts`; what it prints goes to `log.txt`."""
+    torch.set_num_threads(threads)
+    arguments = parse_arguments(argv)
+    folder = Path(arguments[2].output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+        trainer = new_trainer(*arguments, command=shlex.join(["lilicorr", "train", *argv]))
+        trainer.add_callback(StopAt(trainer, part / parts))
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+        trainer.save_model()
+        trainer.close()
+    (folder / PARTS).write_text(str(part))
+
+
+def check_equal_budgets(study: Study, more: list[str]) -> None:
+    """
+    Raises:
+        `ValueError`: unless all systems train for equally many steps, or for equally many hours.
+    """
+    runs = {system: parse_arguments(study.argv(system, more))[2] for system in study.systems}
+    budgets = {system: (args.max_steps, args.max_hours) for system, args in runs.items()}
+    if len(set(budgets.values())) > 1 or max(args.max_steps for args in runs.values()) < 1:
+        raise ValueError(f"A study needs one `max_steps`, or one `max_hours`, for all its systems; got {budgets}.")
+
+
+def train_in_turns(study: Study, more: list[str], parts: int, jobs: int, minutes: float | None) -> bool:
+    """Trains the first part of every system, then the second, and so on.
+
+    Args:
+        more (list of `str`): options of `lilicorr train`, for all systems.
+        parts (`int`): of a run.
+        jobs (`int`): systems that train at a time, each in a process of its own with its share of the cores.
+        minutes (`float`): begin no further round of parts after so long.
+
+    Returns:
+        `bool`: whether all systems reached their last step.
+    """
+    start = time.monotonic()
+    threads = max(torch.get_num_threads() // jobs, 1)
+    # A part ends with its process, so that none inherits memory or threads of another.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+    clocks = (TimeElapsedColumn(), TimeRemainingColumn())
+    with pool, Progress(TextColumn("parts"), BarColumn(), MofNCompleteColumn(), *clocks, console=errors) as bar:
+        task = bar.add_task("parts", total=parts * len(study.systems))
+        for part in range(1, parts + 1):
+            due = [system for system in study.systems if study.parts_done(system) < part]
+            bar.advance(task, len(study.systems) - len(due))
+            waiting = [pool.submit(train_part, study.argv(system, more), part, parts, threads) for system in due]
+            for training in waiting:
+                training.result()
+                bar.advance(task)
+            if due and part < parts and minutes is not None and time.monotonic() - start > 60 * minutes:
+                return False
+    return True
+
+
+NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "eval_top1_prefix": ("argmax", lambda value: f"{1 + value:.3f}"),
+    "eval_selected_prefix": ("head", lambda value: f"{1 + value:.3f}"),
+    "eval_oracle_prefix": ("oracle", lambda value: f"{1 + value:.3f}"),
+    "eval_coverage": ("coverage@K", lambda value: f"{value:.1%}"),
+}
+
+
+def training_table(study: Study) -> Table:
+    """What each system has seen, and what its drafts are worth on the rows that were held out."""
+    rows = []
+    for system in study.systems:
+        history = read_history(study.folder(system))
+        seen = read_record(study.folder(system))["progress"]
+        last = {name: value for row in history for name, value in row.items()}
+        numbers = [words(last[name]) if name in last else "–" for name, (_, words) in NUMBERS.items()]
+        rows.append([system, str(seen["steps"]), f"{seen['blocks']:,}", f"{seen['hours']:.2f}", *numbers])
+    header = ["system", "steps", "blocks", "hours", *(title for title, _ in NUMBERS.values())]
+    note = "Acceptance length on the rows held out, where every block stands behind the target's own tokens."
+    return Table("Training", header, rows, note)
+
+
+def study_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lilicorr study",
+        description="Trains several systems under equal conditions, in turns, then measures them. Options of `lilicorr "
+        "train` apply to all of them. Stopped, the same command goes on.",
+    )
+    add = parser.add_argument
+    add("study", help=f"YAML file, or one of {', '.join(sorted(path.stem for path in STUDIES.glob('*.yaml')))}.")
+    add("--output_dir", type=Path, help="By default runs/ and the study's name.")
+    add("--parts", type=int, default=6, help="Parts of a run; after each, it is the next system's turn.")
+    add("--jobs", type=int, default=1, help="Systems to train at a time.")
+    add("--minutes", type=float, help="Begin no further round of parts after so long.")
+    add("--bench", help="Files and options of `lilicorr bench`, in one string, to measure the systems with.")
+    add("--page", type=Path, metavar="PAGE.md", help="Put the tables between its lines `<!-- bench NAME -->` and "
+        "`<!-- end -->`: `training` and the output that --bench names.")  # fmt: skip
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, more = study_parser().parse_known_args(argv)
+    study = read_study(args.study, args.output_dir or Path("runs") / Path(args.study).stem)
+    check_equal_budgets(study, more)
+    complete = train_in_turns(study, more, args.parts, args.jobs, args.minutes)
+    if all(study.parts_done(system) for system in study.systems):
+        table = training_table(study)
+        console.print(table.rich())
+        if args.page is not None:
+            put_into(args.page, "training", table.markdown())
+    if args.bench is not None:
+        checkpoints = [f"--system=checkpoint:path={study.folder(system)}" for system in study.systems]
+        page = [] if args.page is None else ["--page", str(args.page)]
+        bench([*shlex.split(args.bench), *checkpoints, *page])
+    if not complete:
+        errors.print("Out of time: the same command goes on with the parts that are left.")
