@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from transformers.utils.hub import hf_api
 
+from lilicorr_hf.doctor import PROBE
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES
 from lilicorr_hf.provenance import commit, hardware, versions, without_folders
 
@@ -78,7 +79,7 @@ class PushWholeCheckpoint(TrainerCallback):
     def on_push_begin(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_world_process_zero and checkpoint.is_dir():
-            for pattern in ("*.py", CARD, RECORD, RECIPE):
+            for pattern in ("*.py", CARD, RECORD, RECIPE, PROBE):
                 for path in checkpoint.glob(pattern):
                     shutil.copy(path, args.output_dir)
 

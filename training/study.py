@@ -1,8 +1,8 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """`lilicorr study`: trains several systems under equal conditions, in turns, and measures them.
 
-Each system is a run of `lilicorr train` in a folder of its own, on the same rows in the same order from the same start.
-All advance by parts of the run, so that at any time they have seen equally much, to within one part.
+Each system is a run of `lilicorr train` in a folder of its own, on the same rows in the same order. All start alike and
+advance by parts of the run, so that at any time they have seen equally much, to within one part.
 """
 
 import argparse
@@ -179,8 +179,8 @@ def training_table(study: Study) -> Table:
 def study_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lilicorr study",
-        description="Trains several systems under equal conditions, in turns, then measures them. Options of `lilicorr "
-        "train` apply to all of them. Stopped, the same command goes on.",
+        description="Trains several systems under equal conditions, in turns, then measures them. Options of "
+        "`lilicorr train` apply to all of them. Stopped, the same command goes on.",
     )
     add = parser.add_argument
     add("study", help=f"YAML file, or one of {', '.join(sorted(path.stem for path in STUDIES.glob('*.yaml')))}.")

@@ -71,7 +71,7 @@ def named_file(name: str, folder: Path = CONFIGS) -> Path:
         return Path(name)
     shipped = {path.stem: path for path in folder.glob("*.yaml")}
     if name not in shipped:
-        raise FileNotFoundError(f"There is no file {name!r}, and none comes by that name; there are {sorted(shipped)}.")
+        raise FileNotFoundError(f"There is no file {name!r}, nor does one come by that name: {sorted(shipped)}.")
     return shipped[name]
 
 
@@ -168,6 +168,7 @@ def new_trainer(
         train_dataset=BlockDataset(rows, args.max_anchors, args.seed),
         eval_prompts=eval_prompts(data_args, tokenizer),
         eval_max_new_tokens=data_args.eval_max_new_tokens,
+        tokenizer=tokenizer,
         held_out=BlockDataset(held_out[: data_args.max_held_out], HELD_OUT_ANCHORS, args.seed) if held_out else None,
         provenance=Provenance(
             command=command,

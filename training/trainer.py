@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from lilicorr_hf.doctor import write_probe
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
 from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
@@ -65,6 +66,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         eval_max_new_tokens (`int`): tokens generated for each.
         held_out ([`BlockDataset`]): rows kept out of training, to see what drafts are worth there with the target's
             own tokens as context: `eval_selected_prefix` and the like.
+        tokenizer: the target's; with it every checkpoint brings the probe that `lilicorr doctor` compares with.
         kwargs: for [`PublishingTrainer`] and `Trainer`.
     """
 
@@ -79,6 +81,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         eval_prompts: list[torch.Tensor] | None = None,
         eval_max_new_tokens: int = 64,
         held_out: BlockDataset | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
         model.check_target(target)
@@ -107,7 +110,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         if args.slot_vocabulary is not None:
             self.vocabulary = Vocabulary(model.config.vocab_size, args.slot_vocabulary, train_dataset.written_ids())
         self.objective: Objective = args.objective
-        self.eval_max_new_tokens, self.held_out = eval_max_new_tokens, held_out
+        self.eval_max_new_tokens, self.held_out, self.target_tokenizer = eval_max_new_tokens, held_out, tokenizer
         # Every term is divided by what the whole step supervises, where that can be known; see `Share`.
         self.loss_is_scaled_for_ga = True
         self._sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
@@ -318,6 +321,11 @@ class LiLiCorrTrainer(PublishingTrainer):
             super()._save(output_dir, state_dict)
         finally:
             model.__class__ = wrapped
+        if self.target_tokenizer is not None and self.args.should_save:
+            folder = output_dir or self.folder
+            # Read back: under FSDP no process holds the whole model.
+            saved = self.model_class.from_pretrained(folder, dtype=torch.float32).to(self.args.device)
+            write_probe(self.target, self.target_tokenizer, saved, folder)
 
     def close(self) -> None:
         """Ends the process group of a distributed run; the trainer cannot train afterwards.

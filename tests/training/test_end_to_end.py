@@ -70,6 +70,9 @@ def test_regenerate_train_evaluate_save_load_generate(model, target_folder, prom
     picture = Path(lilicorr("plot", tmp_path / "run").strip().splitlines()[-1])
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
+    report = lilicorr("doctor", target_folder, tmp_path / "run", "--max-new-tokens", 30)
+    assert "probe: layers and rotations repeat it" in report
+
     assistant = LiLiCorrDraftModel.from_pretrained(tmp_path / "run")
     prompt = torch.tensor([[1, 4, 9, 2, 5]])
     plain = model.generate(prompt, do_sample=False, max_new_tokens=20)
