@@ -1,8 +1,8 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """`lilicorr study`: trains several systems under equal conditions, in turns, and measures them.
 
-Each system is a run of `lilicorr train` in a folder of its own, on the same rows in the same order. All start alike and
-advance by parts of the run, so that at any time they have seen equally much, to within one part.
+Each system is a run of `lilicorr train` in a folder of its own, on the same rows in the same order. All advance by
+parts of the run, so that at any time they have seen equally much, to within one part.
 """
 
 import argparse

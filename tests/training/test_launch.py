@@ -123,5 +123,5 @@ def test_fsdp2_computes_in_bf16_where_autocast_does(recipe):
 
 
 def test_accelerate_configs_are_no_recipes():
-    with pytest.raises(FileNotFoundError, match="recipes are"):
+    with pytest.raises(FileNotFoundError, match="by that name"):
         train.named_file("ddp")
