@@ -56,15 +56,18 @@ FEW := $(addprefix $(DATA)/,gsm8k.jsonl humaneval.jsonl mtbench.jsonl)
 BENCH := $(BIN)/lilicorr bench --page docs/benchmarks.md
 # Output and share of the minutes, in percent.
 run = $(BENCH) --output runs/benchmark/$(1).json --minutes $$(( $(MINUTES) * $(2) / 100 ))
-VARIANTS := lilicorr argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
+VARIANTS := lilicorr lilicorr:adaptive_draft=true argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
 LONG := lilicorr lilicorr:yarn=1024 lilicorr:context_window=1024 argmax
+ALL := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32 transformers-dflash prompt-lookup
 benchmark: setup
-	$(call run,greedy,35) $(DATA)
-	$(call run,sampling,15) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
-	$(call run,concurrency,15) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
-	$(call run,lengths,25) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
+	$(call run,greedy,25) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
+	$(call run,bf16,15) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
+	$(call run,sets,15) --limit 10 $(DATA)
+	$(call run,sampling,12) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
+	$(call run,concurrency,10) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
+	$(call run,lengths,15) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
-	$(call run,ablations,10) $(addprefix --system ,$(VARIANTS)) $(FEW)
+	$(call run,ablations,8) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200
