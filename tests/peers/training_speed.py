@@ -98,6 +98,12 @@ class Comparison:
             "max_steps": self.steps,
             "train_sampling_strategy": "sequential",
             "output_dir": folder / "ours",
+            # What modelopt knows: whole blocks of all rows, weights that decay over the slots.
+            "short_blocks": 0,
+            "held_out": 0,
+            "slot_weights": "decay",
+            # Empty, so that the target is asked in every step; `ours` may name a full one.
+            "target_cache": folder / "states",
             "eval_strategy": "no",
             "save_strategy": "no",
             "disable_tqdm": True,
@@ -116,7 +122,8 @@ class Comparison:
         tokenizer = AutoTokenizer.from_pretrained(resolve_target(self.target))
         given = read_files([self.rows])
         rows = [given[i % len(given)] for i in range(self.steps)]
-        examples = read_examples(rows, tokenizer, self.max_length)[: self.steps]
+        block_size = LiLiCorrConfig.from_pretrained(resolve_assistant(self.assistant)).block_size
+        examples = read_examples(rows, tokenizer, self.max_length, block_size)[: self.steps]
         if len(examples) < self.steps:
             raise ValueError(f"Only {len(examples)} of {self.steps} rows of {self.rows} can be trained on.")
         dataset = BlockDataset(examples, self.max_anchors, args.seed)
