@@ -10,6 +10,7 @@ Shapes: `b` rows still being decoded, `n` tokens so far, `d` drafted tokens, `V`
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from .cache_lilicorr import check_cache, fixed_layers, rows_can_be_moved, select
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, row_processors
+from .linears_lilicorr import packed_linears
 from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
 
 
@@ -95,6 +97,7 @@ class BlockDecoder:
         self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, tree_budget)
         if self.drafting.tree_budget:
             check_tree_target(target, model_kwargs)
+        self.packed = packed_linears(target, drafter.packed_weights)
         self.returned = Returned(generation_config)
         self.by_row = len(input_ids) > 1 and self.rows_are_independent(logits_processor, stopping_criteria)
         if self.by_row:
@@ -263,7 +266,8 @@ class BlockDecoder:
             left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
             last = positions[:, :1] + torch.tensor(left, device=positions.device).unsqueeze(-1)
             inputs["position_ids"] = positions.minimum(last)
-        return self.forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
+        with self.packed if drafted and self.forward is self.target else nullcontext():
+            return self.forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
 
     def straighten(self, outputs: Any, counts: list[int]) -> None:
         """Makes of a pass over a tree one over the tokens that were taken, in the cache and in what it returned."""

@@ -35,6 +35,7 @@ from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook_or_warn
 from .lattice_lilicorr import Lattice, processed_slots
+from .linears_lilicorr import PackedWeights
 from .logits_lilicorr import DraftProduct
 from .target_lilicorr import TargetTables, check_target, require_mask_token
 from .tree_lilicorr import TreeShape, marginal_tree, steered_slots
@@ -230,6 +231,7 @@ class DFlashModel(DFlashPreTrainedModel):
         self.norm = Qwen3RMSNorm(width, eps=eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.draft_product = DraftProduct()
+        self.packed_weights = PackedWeights()
         self.post_init()
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

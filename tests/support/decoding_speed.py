@@ -1,18 +1,22 @@
-"""Prints two ratios of the shipped pair's decoding speed, each from alternating runs in one process:
+"""Prints ratios of the shipped pair's decoding speed, each from alternating runs in one process:
 
-a batch of eight prompts against the eight one by one, and transformers' assisted loop against ours at one sequence.
+a batch of eight prompts against the eight one by one, our loop against transformers' assisted one at one sequence, and
+passes over packed weights against those over the target's own.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import lilicorr_hf
 from lilicorr_hf.measure import encode
+from lilicorr_hf.modeling import linears_lilicorr
 
 
 PROMPTS = [
@@ -60,10 +64,25 @@ def main() -> None:
         with lilicorr_hf.stock_loop():
             return new_tokens(singles[0])
 
+    def unpacked(inputs) -> int:
+        os.environ[linears_lilicorr.VARIABLE] = "0"
+        tokens = new_tokens(inputs)
+        del os.environ[linears_lilicorr.VARIABLE]
+        return tokens
+
     new_tokens(singles[0])
     batched = [(rate(lambda: new_tokens(batch)), rate(one_by_one)) for _ in range(args.rounds)]
     loops = [(rate(lambda: new_tokens(singles[0])), rate(stock)) for _ in range(4 * args.rounds)]
-    for name, pairs in (("batch of 8 / eight one by one", batched), ("our loop / transformers' loop", loops)):
+    packed = [
+        (rate(partial(new_tokens, inputs)), rate(partial(unpacked, inputs)))
+        for inputs in singles
+        for _ in range(args.rounds)
+    ]
+    for name, pairs in (
+        ("batch of 8 / eight one by one", batched),
+        ("our loop / transformers' loop", loops),
+        ("packed weights / the target's own", packed),
+    ):
         ratios = sorted(ours / theirs for ours, theirs in pairs)
         sys.stdout.write(
             f"{name}: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} rounds)\n"

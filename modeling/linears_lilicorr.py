@@ -1,0 +1,140 @@
+# Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
+"""The target's linear layers in a pass over a block on CPUs, where BLAS takes twice the time that it needs in fp32.
+
+Reading the weights bounds a product of few rows, but BLAS first brings them into a layout of its own, anew in every
+pass. Here copies are kept in oneDNN's. The products are fp32's, added up in another order.
+
+Shapes: `in` and `out` widths of a layer.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.utils import logging
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+# "1" packs whatever the size of a target, "0" nothing; unset, targets up to `LARGEST_TARGET`.
+VARIABLE = "LILICORR_PACK"
+# Bytes of weights; as many again are kept.
+LARGEST_TARGET = 2 << 30
+# Below this many weights, and beyond these rows, there is nothing to gain.
+SMALLEST_WEIGHT = 1 << 18
+ROWS = range(2, 65)
+
+
+class PackedWeights:
+    """
+    Copies of weights `[out, in]` in oneDNN's layout. What it keeps depends on weights alone, so threads share it; a
+    copy of it, or a pickled one, starts anew.
+    """
+
+    def __init__(self) -> None:
+        # The copy of a weight and what the weight gave when it was made; it goes when the weight does.
+        self.copies = WeakTensorKeyDictionary()
+
+    def __reduce__(self):
+        return PackedWeights, ()
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The copy of `weight`, made anew if the weight is not what it was.
+
+        Merging an adapter by `weight.data += ...` leaves no other trace than the numbers themselves, and a stale copy
+        would change the text. So they are compared, by a product that costs as much as reading them once.
+        """
+        given = F.linear(torch.linspace(1, 2, weight.shape[1]), weight)
+        kept = self.copies.get(weight)
+        if kept is None or not torch.equal(kept[0], given):
+            kept = given, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[-1])
+            self.copies[weight] = kept
+        return kept[1]
+
+
+class PackedLinears(TorchFunctionMode):
+    """
+    Within it, whoever calls `F.linear` with few rows and one of these weights gets the product of its packed copy. It
+    sees one thread's calls and touches no module: hooks, adapters and quantised layers work as ever.
+
+    Args:
+        weights (list of `nn.Parameter`): fp32, on a CPU. What a module loads for the moment is not among them.
+        packed ([`PackedWeights`]): compared with each weight at its first use.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], packed: PackedWeights):
+        super().__init__()
+        self.weights = {id(weight): weight for weight in weights}
+        self.packed = packed
+        self.copies: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and not kwargs and self.packs(*args[:2]):
+            x, weight, *bias = args
+            if id(weight) not in self.copies:
+                self.copies[id(weight)] = self.packed.of(weight)
+            return torch.ops.mkldnn._linear_pointwise(x, self.copies[id(weight)], *bias or [None], "none", [], None)
+        return func(*args, **(kwargs or {}))
+
+    def packs(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        known = id(weight) in self.weights and x.dtype == torch.float32
+        return known and x.numel() // weight.shape[1] in ROWS
+
+
+def packed_linears(target: "PreTrainedModel", packed: PackedWeights) -> AbstractContextManager[Any]:
+    """[`PackedLinears`] for passes of `target` over blocks, or a context in which nothing happens.
+
+    Where the environment asks for them and they cannot be had, one warning says why.
+
+    Raises:
+        `ValueError`: if the environment asks for something else.
+    """
+    wanted = os.environ.get(VARIABLE) or None
+    if wanted not in (None, "0", "1"):
+        raise ValueError(f"${VARIABLE} is {wanted!r}; it may be 1, for any target, or 0, for none.")
+    if wanted == "0":
+        return nullcontext()
+    weights = [p for p in target.parameters() if can_be_packed(p)]
+    if (reason := why_not(target, weights)) is not None:
+        if wanted == "1":
+            logger.warning_once(f"${VARIABLE} is 1, but the target's weights are not packed: {reason}.")
+        return nullcontext()
+    size = sum(p.numel() * p.element_size() for p in weights)
+    return PackedLinears(weights, packed) if wanted == "1" or size <= LARGEST_TARGET else nullcontext()
+
+
+def can_be_packed(weight: nn.Parameter) -> bool:
+    """Whether it is a large matrix of plain fp32 numbers on a CPU."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.ndim == 2
+        and weight.numel() >= SMALLEST_WEIGHT
+    )
+
+
+def why_not(target: "PreTrainedModel", weights: list[nn.Parameter]) -> str | None:
+    """What keeps a target's weights from being packed; `None` if nothing does."""
+    if not weights:
+        return "it has no large fp32 matrix on a CPU"
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return "this PyTorch is without oneDNN, or has it switched off"
+    if not torch.cpu._is_avx512_supported():
+        return "it does not pay on CPUs without AVX-512"
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return "a gradient or autocast is wanted"
+    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in target.modules()):
+        return "a forward of it is compiled or replaced"
+    return None
+
+
+__all__ = ["PackedLinears", "PackedWeights", "packed_linears"]
