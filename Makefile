@@ -75,7 +75,7 @@ exactness: setup
 	EXACTNESS_CASES=$(N) $(BIN)/python -m pytest -q tests/exactness
 
 # The decoding tests on each of these versions of transformers.
-VERSIONS ?= 5.22.2 5.23.0 5.24.0
+VERSIONS ?= 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
 versions: setup
 	$(BIN)/python tests/support/versions.py $(VERSIONS)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .architectures import DRAFTERS, Architectures, NoLanguageModel
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.generation_lilicorr import Recording, record
-from .modeling.hook_lilicorr import attach, install_hook, install_hook_or_warn, stock_loop, uninstall_hook
+from .modeling.hook_lilicorr import attach, install_hook, install_hook_or_refuse, stock_loop, uninstall_hook
 from .modeling.lattice_lilicorr import Lattice, greedy_walk, sampled_walk, viterbi_path
 from .targets import fetch_target
 
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-install_hook_or_warn()
+install_hook_or_refuse()
 AutoConfig.register(LiLiCorrConfig.model_type, LiLiCorrConfig)
 AutoModel.register(LiLiCorrConfig, Architectures())
 AutoModelForCausalLM.register(LiLiCorrConfig, NoLanguageModel)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DFlashCache
 from .measure import TIE_GAP, encode, first_divergence
 from .modeling.generation_lilicorr import BlockRecord, record
 from .modeling.modeling_dflash import DFlashModel, DraftOutput
-from .modeling.target_lilicorr import TargetTables, tapped_states
+from .modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
 
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def check_taps(model: "PreTrainedModel", assistant: DFlashModel, answer: Answer)
 
     handles = [layers[i].register_forward_hook(keep(i)) for i in ids]
     try:
-        outputs = model(input_ids=answer.ids, output_hidden_states=[i + 1 for i in ids], logits_to_keep=1)
+        outputs = model(input_ids=answer.ids, output_hidden_states=states_to_return(ids), logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()

@@ -16,13 +16,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.cache_utils import DFlashCache, DynamicCache
 
+from .modeling.cache_lilicorr import CACHE
 from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
 from .modeling.generation_lilicorr import record
 from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
 from .modeling.logits_lilicorr import multiplies_in_bf16
 from .modeling.modeling_dflash import DFlashModel
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
-from .modeling.target_lilicorr import TargetTables
+from .modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
 
 
 if TYPE_CHECKING:
@@ -223,7 +224,6 @@ class Blocks:
         self.watch = watch
         self.tables = TargetTables(target)
         self.config = assistant.config
-        self.taps = [i + 1 for i in self.config.target_layer_ids]
         self.cache, self.draft_cache = DynamicCache(config=target.config), DFlashCache(config=self.config)
         ids = torch.randint(self.config.vocab_size, (1, context), device=target.device)
         self.states = self.read(ids)
@@ -233,12 +233,12 @@ class Blocks:
         """The target's pass over `ids [1, n]`: its tapped states `[1, n, L * M]`."""
         output = self.target(
             input_ids=ids,
-            cache=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
-            output_hidden_states=self.taps,
+            output_hidden_states=states_to_return(self.config.target_layer_ids),
             logits_to_keep=ids.shape[1],
         )
-        return torch.cat([output.hidden_states[i] for i in self.taps], dim=-1)
+        return tapped_states(output.hidden_states, self.config.target_layer_ids)
 
     def run(self) -> None:
         """One block, of which the anchor and half the slots count as accepted."""

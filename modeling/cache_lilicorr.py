@@ -14,6 +14,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     StaticLayer,
 )
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+# What models and `generate` call their cache: `past_key_values` before transformers 5.24.
+CACHE = next(name for name in ("cache", "past_key_values") if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
 
 
 def check_cache(cache: Cache | None, before_prefill: bool) -> None:
@@ -70,4 +75,4 @@ def stop_recording_past(cache: Cache) -> None:
             layer.record_past = False
 
 
-__all__ = ["check_cache", "fixed_layers", "rows_can_be_moved", "select_columns", "stop_recording_past"]
+__all__ = ["CACHE", "check_cache", "fixed_layers", "rows_can_be_moved", "select_columns", "stop_recording_past"]

@@ -20,7 +20,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .cache_lilicorr import check_cache, fixed_layers, rows_can_be_moved, select_columns, stop_recording_past
+from .cache_lilicorr import CACHE, check_cache, fixed_layers, rows_can_be_moved, select_columns, stop_recording_past
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, row_processors
@@ -54,7 +54,7 @@ ROW_CRITERIA = {
     stopping.StopStringCriteria,
 }
 # The target's forward arguments that moving the rows of a batch knows how to move.
-ROW_ARGUMENTS = {"attention_mask", "cache", "logits_to_keep", "position_ids", "use_cache"}
+ROW_ARGUMENTS = {CACHE, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
 
 
 class BlockDecoder:
@@ -87,13 +87,13 @@ class BlockDecoder:
         tree_budget: int | None = None,
         **model_kwargs,
     ):
-        check_cache(model_kwargs.get("cache"), before_prefill=True)
+        check_cache(model_kwargs.get(CACHE), before_prefill=True)
         self.target: Any = target
         self.config = generation_config
         self.synced_gpus = synced_gpus
         self.streamer = streamer
         self.kwargs = model_kwargs
-        self.cache: Cache = model_kwargs["cache"]
+        self.cache: Cache = model_kwargs[CACHE]
         self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, tree_budget)
         if self.drafting.tree_budget:
             check_tree_target(target, model_kwargs)
@@ -161,8 +161,8 @@ class BlockDecoder:
         """Reads what the cache does not hold of the prompts, and takes the first token of every row."""
         ids = torch.cat([lane.ids for lane in self.lanes])
         outputs = self.read_prompt(ids)
-        check_cache(outputs.cache, before_prefill=False)
-        self.cache = outputs.cache
+        self.cache = outputs[CACHE]
+        check_cache(self.cache, before_prefill=False)
         # Not before: while a layer with a window records, the whole prompt would stay in it.
         self.cache.activate_past_recording()
         self.fixed_layers = fixed_layers(self.cache)

@@ -16,8 +16,9 @@ from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
+from .cache_lilicorr import CACHE
 from .lattice_lilicorr import Lattice
-from .target_lilicorr import TargetTables, tapped_states
+from .target_lilicorr import TargetTables, states_to_return, tapped_states
 
 
 if TYPE_CHECKING:
@@ -183,8 +184,8 @@ class BlockDrafting:
         if generation_config.num_assistant_tokens not in (None, NUM_ASSISTANT_TOKENS_NOT_GIVEN):
             self.max_drafted = min(self.max_drafted, generation_config.num_assistant_tokens)
         # The caller's own request for all states cannot be narrowed down to ours.
-        taps = [i + 1 for i in drafter.config.target_layer_ids]
-        self.model_kwargs_overrides = {"output_hidden_states": bool(generation_config.output_hidden_states) or taps}
+        wanted = bool(generation_config.output_hidden_states) or states_to_return(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": wanted}
         self.recording = _recording.get()
         if self.recording is not None:
             self.recording.calls += 1
@@ -397,7 +398,7 @@ def check_stock_call(drafter: "DFlashModel", input_ids: torch.Tensor, model_kwar
             f"transformers' assisted loop takes one sequence at a time, got a batch of {input_ids.shape[0]}. "
             "`generate(..., custom_generate=lilicorr_hf.block_decoding(assistant))` decodes batches."
         )
-    cache = model_kwargs.get("cache")
+    cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"transformers' assisted loop cannot go on from a cache, and the given one already holds "

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Versions the exactness suite passes on. Earlier ones hand a model its cache under another name.
-TESTED_TRANSFORMERS = ("5.24",)
+# Versions the exactness suite passes on; `make versions` runs it on each.
+TESTED_TRANSFORMERS = ("5.20", "5.21", "5.22", "5.23", "5.24")
 
 _stock_loop: ContextVar[bool] = ContextVar("lilicorr_stock_loop", default=False)
 
@@ -167,11 +167,14 @@ def check_version(version: str) -> None:
 
 def hooked(owner: Any, name: str) -> Any:
     """Our wrapper around the method `name` of a class or instance, ours or another copy's, if there is one."""
-    return getattr(getattr(owner, name), "_lilicorr_hook", None)
+    return getattr(getattr(owner, name, None), "_lilicorr_hook", None)
 
 
 def wrap(owner: Any, name: str) -> Callable:
-    method: Any = WRAPPERS[name](getattr(owner, name))
+    return mark(WRAPPERS[name](getattr(owner, name)))
+
+
+def mark(method: Any) -> Callable:
     # It points to itself: whoever wraps it with `functools.wraps` copies the mark, but is not what it points to.
     method._lilicorr_hook = method
     return method
@@ -194,12 +197,28 @@ def install_hook() -> None:
             setattr(GenerationMixin, name, wrap(GenerationMixin, name))
 
 
-def install_hook_or_warn() -> None:
-    """What importing does: without the hook there is still `custom_generate`, which needs the import to succeed."""
+def install_hook_or_refuse() -> None:
+    """What importing does: where [`install_hook`] raises, `generate(assistant_model=...)` will, for block drafters.
+
+    The import itself has to succeed: `custom_generate` needs no hook.
+    """
     try:
         install_hook()
     except RuntimeError as error:
-        logger.warning_once(str(error))
+        if hooked(GenerationMixin, "generate") is None:
+            GenerationMixin.generate = mark(refuse_drafters(GenerationMixin.generate, str(error)))  # type: ignore[method-assign]
+
+
+def refuse_drafters(original: Callable, reason: str) -> Callable:
+    """`generate` that takes every assistant but a block drafter, unless for transformers' own DFlash loop."""
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        if drafts_blocks(kwargs.get("assistant_model")) and kwargs.get("speculation_type") is None:
+            raise RuntimeError(reason)
+        return original(self, *args, **kwargs)
+
+    return generate
 
 
 def uninstall_hook() -> None:
@@ -208,7 +227,8 @@ def uninstall_hook() -> None:
     Raises:
         `RuntimeError`: if something else wrapped the same methods since; taking ours out would take that out too.
     """
-    ours = {name: hook for name in WRAPPERS if (hook := hooked(GenerationMixin, name)) is not None}
+    names = (*WRAPPERS, "generate")
+    ours = {name: hook for name in names if (hook := hooked(GenerationMixin, name)) is not None}
     for name, hook in ours.items():
         if getattr(GenerationMixin, name) is not hook:
             raise RuntimeError(f"`GenerationMixin.{name}` was wrapped again after lilicorr_hf; undo that first.")
@@ -252,4 +272,4 @@ def attach(target: "PreTrainedModel", assistant: "DFlashModel") -> Attachment:
     return Attachment(target)
 
 
-__all__ = ["Attachment", "attach", "install_hook", "install_hook_or_warn", "stock_loop", "uninstall_hook"]
+__all__ = ["Attachment", "attach", "install_hook", "install_hook_or_refuse", "stock_loop", "uninstall_hook"]

@@ -13,6 +13,7 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .cache_lilicorr import CACHE
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .tree_pass_lilicorr import DraftTree
 
@@ -252,7 +253,7 @@ class Returned:
             logits=self.logits,
             attentions=self.attentions,
             hidden_states=self.hidden_states,
-            cache=cache,
+            **{CACHE: cache},
         )
 
 

@@ -29,11 +29,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import ModelOutput
 
+from .cache_lilicorr import CACHE
 from .configuration_lilicorr import LiLiCorrConfig
 from .convolution_lilicorr import BlockConvolution
 from .decoding_lilicorr import BlockDecoder
 from .generation_lilicorr import BlockCandidateGenerator
-from .hook_lilicorr import install_hook_or_warn
+from .hook_lilicorr import install_hook_or_refuse
 from .lattice_lilicorr import Lattice, processed_slots
 from .linears_lilicorr import PackedWeights
 from .logits_lilicorr import DraftProduct
@@ -260,13 +261,14 @@ class DFlashModel(DFlashPreTrainedModel):
             cache ([`DFlashCache`]): keys and values of earlier context rows; receives the new rows and the block.
             block_size (`int`): rows of a packed block, if they are not the configured ones.
         """
+        cache = kwargs.get(CACHE, cache)
         context = self.hidden_norm(self.fc(context_hidden_states))
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             rows = context.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + rows, device=noise_embeds.device).unsqueeze(0)
         attention_mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
+            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, **{CACHE: cache}
         )
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
 
@@ -280,7 +282,7 @@ class DFlashModel(DFlashPreTrainedModel):
                 cache=cache,
                 block_size=block_size,
             )
-        return DFlashOutput(last_hidden_state=self.norm(hidden_states), cache=cache, context_hidden_states=context)
+        return DFlashOutput(self.norm(hidden_states), context_hidden_states=context, **{CACHE: cache})
 
     def draft(
         self,
@@ -375,7 +377,7 @@ class DFlashModel(DFlashPreTrainedModel):
         return BlockDecoder(self, target, input_ids, **kwargs).decode()
 
 
-install_hook_or_warn()
+install_hook_or_refuse()
 # Checkpoints carry these files, so that they load where the package is not installed.
 DFlashModel.register_for_auto_class("AutoModel")
 

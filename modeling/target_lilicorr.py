@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers.utils import output_capturing
 
 from .configuration_lilicorr import LiLiCorrConfig
 from .logits_lilicorr import DraftProduct
@@ -16,6 +17,9 @@ from .logits_lilicorr import DraftProduct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+# Up to transformers 5.22 models that are asked for some states leave out their embeddings, and count from elsewhere.
+SELECTS_STATES = "selected_hidden_states" in vars(output_capturing)
 
 
 class TargetTables:
@@ -59,6 +63,11 @@ def rescale_logits(logits: torch.Tensor, config: "PreTrainedConfig") -> torch.Te
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+def states_to_return(layer_ids: Sequence[int]) -> list[int] | bool:
+    """What to ask a target for by `output_hidden_states`, so that [`tapped_states`] finds these layers."""
+    return [i + 1 for i in layer_ids] if SELECTS_STATES else True
 
 
 def tapped_states(
@@ -116,4 +125,4 @@ def require_mask_token(config: LiLiCorrConfig) -> int:
     return config.mask_token_id
 
 
-__all__ = ["TargetTables", "check_target", "require_mask_token", "rescale_logits", "tapped_states"]
+__all__ = ["TargetTables", "check_target", "require_mask_token", "rescale_logits", "states_to_return", "tapped_states"]

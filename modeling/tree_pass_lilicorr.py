@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .cache_lilicorr import CACHE
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +68,7 @@ def check_tree_target(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -
         target (`PreTrainedModel`): its attention has to take a mask and positions from outside.
         model_kwargs (`dict`): its forward arguments, its cache among them.
     """
-    config, positions, cache = target.config.get_text_config(), model_kwargs.get("position_ids"), model_kwargs["cache"]
+    config, positions, cache = target.config.get_text_config(), model_kwargs.get("position_ids"), model_kwargs[CACHE]
     kinds = {type(layer) for layer in cache.layers}
     if (attention := config._attn_implementation) not in MASKED_ATTENTION:
         reason = f"its attention is {attention!r}, which takes no mask of a tree; load it with 'sdpa' or 'eager'"
@@ -96,7 +98,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 def tree_inputs(target: Any, inputs: dict[str, Any], tree: DraftTree) -> dict[str, Any]:
     """The target's forward arguments for a pass over a tree, given those for the same tokens as a chain."""
-    paths, cache, config = tree.paths(), inputs["cache"], target.config.get_text_config()
+    paths, cache, config = tree.paths(), inputs[CACHE], target.config.get_text_config()
     rows, places, _ = paths.shape
     cached = cache.get_seq_length()
     padding = inputs.get("attention_mask")

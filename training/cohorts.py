@@ -16,6 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from lilicorr_hf.modeling.cache_lilicorr import CACHE
+
 from .conversations import Answer, Progress, Request
 from .options import option
 
@@ -230,7 +232,7 @@ class LocalTarget:
                 input_ids=cohort.input_ids,
                 attention_mask=cohort.mask[:, : cohort.width + step],
                 position_ids=cohort.positions,
-                cache=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]

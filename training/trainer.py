@@ -16,7 +16,7 @@ from lilicorr_hf.doctor import write_probe
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
 from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
-from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
+from lilicorr_hf.modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
 from .budget import TimeBudget, schedule_over
@@ -188,7 +188,7 @@ class LiLiCorrTrainer(PublishingTrainer):
             input_ids=input_ids,
             # Without a mask, positions that start anew keep documents apart; padding is behind all that attends.
             position_ids=position_ids,
-            output_hidden_states=[i + 1 for i in taps],
+            output_hidden_states=states_to_return(taps),
             use_cache=False,
         )
         return torch.cat([tapped_states(output.hidden_states, taps), output.last_hidden_state], dim=-1)

@@ -16,6 +16,7 @@ from calls import (
     assert_equal_outputs,
     both,
     character_tokenizer,
+    static_takes_back,
     watchers,
 )
 from tiny import AntiOracle, Oracle, tiny_assistant, tiny_target
@@ -29,6 +30,7 @@ from transformers import (
 
 import lilicorr_hf
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
+from lilicorr_hf.modeling.cache_lilicorr import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,6 @@ def test_inputs_embeds_with_and_without_ids(target, oracle):
 
 CACHES = {
     "dynamic": ("target", {}),
-    "static": ("target", {"cache_implementation": "static", "disable_compile": True}),
     "windows": ("windowed", {}),
     "chunks": ("windowed", {"prefill_chunk_size": 4}),
 }
@@ -172,7 +173,7 @@ def test_a_conversation_goes_on_from_the_callers_cache(request, name, whole):
             given = texts[i] if whole else texts[i][:, seen:]
             mask = torch.ones_like(texts[i])
             output = model.generate(
-                given, attention_mask=mask, cache=caches[i], do_sample=False, max_new_tokens=9, **extra
+                given, attention_mask=mask, **{CACHE: caches[i]}, do_sample=False, max_new_tokens=9, **extra
             )
             texts[i] = torch.cat([texts[i][:, :seen], output], dim=-1) if not whole else output
             if not i:
@@ -182,10 +183,22 @@ def test_a_conversation_goes_on_from_the_callers_cache(request, name, whole):
         texts = [torch.cat([text, torch.tensor([[7, turn, 8]])], dim=-1) for text in texts]
 
 
+@static_takes_back
+@pytest.mark.parametrize("drafter", [Oracle, LiLiCorrDraftModel])
+def test_static_cache(target, drafter):
+    assistant = tiny_assistant(0, drafter)
+    assistant.answer = target.generate(PROMPT, do_sample=False, max_new_tokens=30)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    for length in (1, 2, 5, 17):
+        plain, assisted = both(target, assistant, **options | {"max_new_tokens": length})
+        assert assisted.tolist() == plain.tolist()
+
+
+@static_takes_back
 def test_static_cache_of_the_caller(target, oracle):
     caches = [StaticCache(config=target.config, max_cache_len=22) for _ in range(2)]
     outputs = [
-        target.generate(PROMPT, cache=cache, **GREEDY | {"disable_compile": True} | extra)
+        target.generate(PROMPT, **{CACHE: cache}, **GREEDY | {"disable_compile": True} | extra)
         for cache, extra in zip(caches, ({}, {"assistant_model": oracle}), strict=True)
     ]
     assert outputs[0].tolist() == outputs[1].tolist()
@@ -198,10 +211,12 @@ def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(windowed, at)
     assistant.answer = windowed.generate(PROMPT, **GREEDY | {"max_new_tokens": 40})
     cache = DynamicCache(config=windowed.config)
     with pytest.raises(KeyboardInterrupt):
-        windowed.generate(PROMPT, cache=cache, assistant_model=assistant, stopping_criteria=[Interrupt(at)], **GREEDY)
+        windowed.generate(
+            PROMPT, **{CACHE: cache}, assistant_model=assistant, stopping_criteria=[Interrupt(at)], **GREEDY
+        )
     assert cache.get_seq_length() == at - 1
     text = assistant.answer[:, :at]
-    output = windowed.generate(text, cache=cache, assistant_model=assistant, **GREEDY)
+    output = windowed.generate(text, **{CACHE: cache}, assistant_model=assistant, **GREEDY)
     assert output.tolist() == assistant.answer[:, : at + 17].tolist()
 
 

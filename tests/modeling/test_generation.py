@@ -17,7 +17,8 @@ from transformers.cache_utils import DFlashCache
 
 import lilicorr_hf
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
-from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
+from lilicorr_hf.modeling.cache_lilicorr import CACHE
+from lilicorr_hf.modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
 
 
 FAMILIES = ["llama", "qwen3", "gemma3"]
@@ -243,7 +244,7 @@ def test_taps_read_the_output_of_the_named_layer():
     model, ids = tiny_target("llama"), [0, 2]
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda _, __, out, i=i: torch.full_like(out, float(i + 10)))
-    outputs = model(prompt_of(4), output_hidden_states=[i + 1 for i in ids])
+    outputs = model(prompt_of(4), output_hidden_states=states_to_return(ids))
     tapped = tapped_states(outputs.hidden_states, ids)
     assert tapped[..., :32].unique().tolist() == [10.0] and tapped[..., 32:].unique().tolist() == [12.0]
 
@@ -358,9 +359,9 @@ def test_stock_loop_refuses_a_batch_before_compute(llama, assistant):
 
 def test_stock_loop_refuses_a_prefilled_cache(llama, assistant):
     cache = DynamicCache(config=llama.config)
-    llama(prompt_of(4), cache=cache)
+    llama(prompt_of(4), **{CACHE: cache})
     with lilicorr_hf.stock_loop(), pytest.raises(ValueError, match="already holds 4 positions"):
-        greedy(llama, prompt_of(6), max_new_tokens=4, assistant_model=assistant, cache=cache)
+        greedy(llama, prompt_of(6), max_new_tokens=4, assistant_model=assistant, **{CACHE: cache})
 
 
 @pytest.mark.parametrize(

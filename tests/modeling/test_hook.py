@@ -4,9 +4,13 @@ import functools
 import inspect
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from tiny import tiny_assistant, tiny_target
 from transformers import GenerationMixin
 
@@ -71,37 +75,72 @@ def test_wrapped_methods_keep_their_signature():
         assert inspect.signature(method) == inspect.signature(method.__wrapped__)
 
 
-@pytest.mark.parametrize("name", ["_get_candidate_generator", "_validate_generation_mode"])
-def test_unknown_transformers_is_an_error_that_names_the_tested_versions(unhooked, monkeypatch, name):
-    monkeypatch.setattr(GenerationMixin, name, lambda self, something_else: None)
-    with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24.*custom_generate"):
-        lilicorr_hf.install_hook()
+def change(monkeypatch, name, missing):
+    """As if another transformers had lost a method, or changed what it takes."""
+    if missing:
+        monkeypatch.delattr(GenerationMixin, name)
+    else:
+        monkeypatch.setattr(GenerationMixin, name, lambda self, something_else: None)
 
 
-def test_without_the_hook_custom_generate_still_decodes(unhooked, monkeypatch, pair):
-    target, assistant = pair
-    warnings = []
-    monkeypatch.setattr(hook_lilicorr.logger, "warning_once", warnings.append)
-    monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", lambda self, something_else: None)
-    hook_lilicorr.install_hook_or_warn()
-    assert len(warnings) == 1 and "custom_generate=block_decoding" in warnings[0]
-    options = {"max_new_tokens": 8, "do_sample": False}
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("name", hook_lilicorr.WRAPPERS)
+def test_unknown_transformers_is_an_error_that_names_the_tested_versions(unhooked, monkeypatch, pair, name, missing):
+    change(monkeypatch, name, missing)
+    for hook in (lilicorr_hf.install_hook, lambda: lilicorr_hf.attach(*pair)):
+        with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24.*custom_generate"):
+            hook()
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("name", hook_lilicorr.WRAPPERS)
+def test_without_a_place_for_the_hook_generate_points_to_custom_generate(unhooked, monkeypatch, pair, name, missing):
+    """What importing does there: no block drafter as an assistant, all else as ever, and the other door open."""
+    (target, assistant), options = pair, {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(PROMPT, **options)
+    before = GenerationMixin.generate
+    change(monkeypatch, name, missing)
+    for _ in range(2):
+        hook_lilicorr.install_hook_or_refuse()
+    with pytest.raises(RuntimeError, match=f"(?s){name}.*5.24.*custom_generate=block_decoding"):
+        target.generate(PROMPT, assistant_model=assistant, **options)
+    monkeypatch.undo()
     output = target.generate(PROMPT, custom_generate=lilicorr_hf.block_decoding(assistant), **options)
-    assert output.tolist() == target.generate(PROMPT, **options).tolist()
+    assert output.tolist() == plain.tolist() == target.generate(PROMPT, **options).tolist()
+    other = target.generate(PROMPT, assistant_model=tiny_target("llama", seed=1), **options)
+    assert other.tolist() == plain.tolist()
+    lilicorr_hf.uninstall_hook()
+    assert GenerationMixin.generate is before
 
 
-@pytest.mark.parametrize("version, warned", [("5.24.0", 0), ("5.24.7", 0), ("5.25.0.dev0", 1), ("6.0.0", 1)])
+@pytest.mark.parametrize("version, warned", [("5.20.2", 0), ("5.24.7", 0), ("5.25.0.dev0", 1), ("6.0.0", 1)])
 def test_versions_that_nobody_tested_are_told_of(monkeypatch, version, warned):
     warnings = []
     monkeypatch.setattr(hook_lilicorr.logger, "warning_once", warnings.append)
     hook_lilicorr.check_version(version)
-    assert len(warnings) == warned and all("5.24" in text and version in text for text in warnings)
+    tested = ", ".join(hook_lilicorr.TESTED_TRANSFORMERS)
+    assert len(warnings) == warned and all(tested in text and version in text for text in warnings)
+
+
+def test_an_untested_version_is_told_of_once():
+    fake = "import transformers; transformers.__version__ = '5.99.0'"
+    code = f"{fake}; from lilicorr_hf import DFlashModel, install_hook; install_hook()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert said.count("not with 5.99.0") == 1
 
 
 def test_versions_that_are_too_old_are_refused():
-    for version in ("4.57.6", "5.23.0"):
-        with pytest.raises(ImportError, match=rf"(?s){version}.*transformers>=5\.24"):
+    for version in ("4.57.6", "5.19.0"):
+        with pytest.raises(ImportError, match=rf"(?s){version}.*transformers>=5\.20"):
             hook_lilicorr.check_version(version)
+
+
+def test_the_range_that_installs_is_the_one_that_was_tested():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (needed,) = (text for text in project["dependencies"] if text.startswith("transformers"))
+    first, last = hook_lilicorr.TESTED_TRANSFORMERS[0], hook_lilicorr.TESTED_TRANSFORMERS[-1]
+    after = ".".join([last.split(".")[0], str(int(last.split(".")[1]) + 1)])
+    assert Requirement(needed).specifier == SpecifierSet(f">={first},<{after}")
 
 
 def test_attach_serves_one_instance_only(unhooked, pair):
