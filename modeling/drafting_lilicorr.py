@@ -72,6 +72,7 @@ class RowDrafting(BlockDrafting):
             self.pace = None
         if mask is not None:
             mask = mask[:, -states.shape[1] - 1 : -1]
+            mask = None if mask.all() else mask
         if counts is not None:
             states, most = states[:, : max(counts)], max(counts)
             if min(counts) < most:

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .cache_lilicorr import CACHE
@@ -57,6 +57,10 @@ class Lane:
         self.pad_token_id = pad_token_id.to(ids.device) if ends else None
         self.done = False
         self.path: list[torch.Tensor] = []
+        # A greedy row of whose tokens nobody hears one by one, and whose end they tell themselves, is taken in leaps.
+        kinds = {type(criterion) for criterion in criteria}
+        heard = processors or streamer is not None or (returned is not None and returned.wants_steps)
+        self.leaps = len(ids) == 1 and not (self.do_sample or heard) and kinds <= {EosTokenCriteria, MaxLengthCriteria}
 
     @property
     def length(self) -> int:
@@ -79,12 +83,28 @@ class Lane:
         """
         if draft_ids is not None and parents is not None:
             return self.walk(logits, DraftTree(draft_ids, parents))
+        if self.leaps:
+            return self.leap(logits, draft_ids)
         for i, step in enumerate(logits.unbind(dim=1)):
             drafted = draft_ids[:, i] if draft_ids is not None and i < draft_ids.shape[1] else None
             proposal = None if proposal_logits is None or drafted is None else proposal_logits[:, i]
             tokens = self.take(step, drafted, proposal)
             if self.done or drafted is None or not torch.equal(tokens, drafted):
                 break
+
+    def leap(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> None:
+        """[`verify`] of a row whose next tokens `[1, d + 1]` can be told at once, and asked about at the last one."""
+        tokens = logits.to(torch.float32).argmax(dim=-1).to(self.ids.device)
+        kept = tokens[:, :-1] == (tokens[:, :0] if draft_ids is None else draft_ids)
+        room = logits.shape[1]
+        for criterion in self.criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                room = min(room, max(criterion.max_length - self.length, 1))
+            else:
+                kept &= ~torch.isin(tokens[:, :-1], criterion.eos_token_id.to(tokens.device))
+        count = min(room, [*kept[0].tolist(), False].index(False) + 1)
+        self.ids = torch.cat([self.ids, tokens[:, :count]], dim=-1)
+        self.done = bool(self.criteria(self.ids, None))  # type: ignore[arg-type]
 
     def walk(self, logits: torch.Tensor, tree: DraftTree) -> None:
         """[`verify`] of a tree: down from the anchor to the children that are the target's own tokens."""
@@ -125,13 +145,13 @@ class Lane:
 
     def fill(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The draft `[r, d]`, of padding in rows that will take nothing else."""
-        if self.pad_token_id is None:
+        if self.pad_token_id is None or len(self.ids) == 1:
             return draft_ids
         return torch.where(self.unfinished.unsqueeze(-1) == 1, draft_ids, self.pad_token_id)
 
     def fill_parents(self, parents: torch.Tensor, depth: int) -> torch.Tensor:
         """Parents `[r, n]` of a draft that, in finished rows, is a chain of padding no longer than `depth`."""
-        if self.pad_token_id is None:
+        if self.pad_token_id is None or len(self.ids) == 1:
             return parents
         chain = torch.arange(-1, parents.shape[1] - 1, device=parents.device)
         chain = torch.where(chain < depth - 1, chain, -1)
@@ -213,6 +233,11 @@ class Returned:
         self.logits = wanted(config.output_logits)
         self.attentions = wanted(config.output_attentions)
         self.hidden_states = wanted(config.output_hidden_states)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether scores or logits are returned."""
+        return self.scores is not None or self.logits is not None
 
     def add_step(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         if self.scores is not None:

@@ -22,6 +22,7 @@ from calls import (
 from tiny import AntiOracle, Oracle, tiny_assistant, tiny_target
 from transformers import (
     DynamicCache,
+    MaxLengthCriteria,
     StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -77,6 +78,16 @@ def test_criterion_stops_at_its_token_inside_a_block(target, oracle, stop_at):
     make = lambda: {"stopping_criteria": StoppingCriteriaList([RecordingCriterion(stop_at)])}  # noqa: E731
     plain, assisted = both(target, oracle, make=make)
     assert assisted.tolist() == plain.tolist() and plain.shape[1] == stop_at
+
+
+@pytest.mark.parametrize("stop_at", [3, 7, 9, 12])
+@pytest.mark.parametrize("eos", [None, 8])
+def test_a_length_of_the_callers_own(target, oracle, stop_at, eos):
+    """Also one that the prompt is past already; lengths and end tokens alone are decided a block at a time."""
+    eos = None if eos is None else [63, oracle.answer[0, eos].item()]
+    make = lambda: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(stop_at)])}  # noqa: E731
+    plain, assisted = both(target, oracle, make=make, eos_token_id=eos)
+    assert assisted.tolist() == plain.tolist() and plain.shape[1] <= max(stop_at, 7)
 
 
 def test_stop_strings(target, oracle, tokenizer):
