@@ -1,8 +1,8 @@
 """Prints ratios of the shipped pair's decoding speed, each from alternating runs in one process:
 
-a batch of eight prompts against the eight one by one, our loop against transformers' assisted one at one sequence, passes
-over packed weights against those over the target's own, and the time that the two loops take themselves, without what
-target and drafter compute.
+a batch of eight prompts against the eight one by one, our loop against transformers' assisted one at one sequence,
+passes over packed weights against those over the target's own, and the time that the two loops take themselves, what
+target and drafter compute left out.
 """
 
 import argparse
