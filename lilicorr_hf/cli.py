@@ -253,12 +253,21 @@ def profile(
 
     table = Table("part", "ms a block", "%", "MB of weights", "times their reading")
     for part in result.parts:
-        ratio = f"{part.milliseconds / part.floor_milliseconds:.1f}x" if part.floor_milliseconds else ""
-        megabytes = f"{part.megabytes:.1f}" if part.megabytes else ""
-        table.add_row(part.name, f"{part.milliseconds:.2f}", f"{result.percent(part):.1f}", megabytes, ratio)
+        table.add_row(part.name, f"{part.milliseconds:.2f}", f"{result.percent(part):.1f}", *reading(part))
     table.add_row("all", f"{result.total:.2f}", "100.0")
     console.print(table)
+    choices = Table("from logits to draft", "ms a block", "MB of weights", "times their reading")
+    for part in result.choices:
+        choices.add_row(part.name, f"{part.milliseconds:.2f}", *reading(part))
+    console.print(choices)
     console.print(f"{context} tokens of context; memory read at {result.gigabytes_per_second:.1f} GB/s.")
+
+
+def reading(part: Any) -> tuple[str, str]:
+    """Megabytes of a part's weights, and how many times as long as reading them it takes; nothing without weights."""
+    if not part.megabytes:
+        return "", ""
+    return f"{part.megabytes:.1f}", f"{part.milliseconds / part.floor_milliseconds:.1f}x"
 
 
 def add_plugin(command: EntryPoint) -> None:

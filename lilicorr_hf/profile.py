@@ -5,25 +5,27 @@ Shapes: `B` block size, `S = B - 1` slots, `L` tapped layers, `M` hidden width.
 
 import json
 import statistics
-import time
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.cache_utils import DFlashCache, DynamicCache
 
+from .choices import drafters_beside, head_size, time_choices
 from .modeling.cache_lilicorr import CACHE
 from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
 from .modeling.generation_lilicorr import record
 from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
+from .modeling.linears_lilicorr import packed_linears
 from .modeling.logits_lilicorr import multiplies_in_bf16
 from .modeling.modeling_dflash import DFlashModel
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
+from .modeling.scoring_lilicorr import MODES
 from .modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
+from .stopwatch import Part, Stopwatch, read_bandwidth, size
 
 
 if TYPE_CHECKING:
@@ -116,29 +118,20 @@ def random_pair(name: str, device: str, dtype: torch.dtype) -> "tuple[PreTrained
 
 
 @dataclass
-class Part:
-    """One row of the table.
+class Profile:
+    """A profile of blocks after `context` tokens.
 
     Args:
-        milliseconds (`float`): of a block, the median over rounds.
-        megabytes (`float`): weights the part has to read; 0 where they do not count.
-        floor_milliseconds (`float`): what reading them takes at the bandwidth measured in the same run.
+        gigabytes_per_second (`float`): what one large tensor was read at.
+        parts (`list[Part]`): of a block.
+        choices (`list[Part]`): other ways from the logits to the draft, and LiLiCorr's modes; see [`time_choices`].
     """
-
-    name: str
-    milliseconds: float
-    megabytes: float
-    floor_milliseconds: float
-
-
-@dataclass
-class Profile:
-    """A profile of blocks after `context` tokens; `gigabytes_per_second` is what one large tensor was read at."""
 
     context: int
     rounds: int
     gigabytes_per_second: float
     parts: list[Part]
+    choices: list[Part]
     provenance: dict[str, Any]
 
     @property
@@ -153,32 +146,6 @@ class Profile:
         return json.dumps(asdict(self) | {"parts": rows, "total_milliseconds": self.total}, indent=2)
 
 
-class Stopwatch:
-    """Seconds between stamps, by the name of what ended with each, after pending work on the device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.last = self.now()
-
-    def now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
-
-    def restart(self) -> None:
-        self.last = self.now()
-
-    def stamp(self, name: str) -> None:
-        now = self.now()
-        self.seconds[name].append(now - self.last)
-        self.last = now
-
-    def milliseconds(self, name: str) -> float:
-        """Median of all rounds but the first two, in which caches fill."""
-        return 1e3 * statistics.median(self.seconds[name][2:])
-
-
 @torch.no_grad()
 def profile(
     target: "PreTrainedModel",
@@ -186,43 +153,43 @@ def profile(
     context: int = 256,
     rounds: int = 20,
     provenance: dict[str, Any] | None = None,
+    modes: Sequence[str] = MODES,
 ) -> Profile:
     """Times the parts of a block one after the other on random tokens, and the rest of a real `generate` call.
 
     Args:
-        target (`PreTrainedModel`), assistant ([`LiLiCorrDraftModel`]): on one device.
+        target (`PreTrainedModel`), assistant ([`DFlashModel`]): on one device. Only LiLiCorr's choice has parts; of
+            other methods it is the "head".
         context (`int`): tokens before the first block.
         rounds (`int`): blocks to time, after two that are not.
         provenance (`dict`): what the profile is to be filed under.
-
-    Raises:
-        `ValueError`: for an assistant without a LiLiCorr head.
+        modes (sequence of `str`): scoring modes to compare, of those that can be had here. `compile` takes a while.
     """
-    if not isinstance(assistant, LiLiCorrDraftModel):
-        raise ValueError(f"A profile has the parts of a LiLiCorr draft; {type(assistant).__name__} has others.")
     watch = Stopwatch(target.device)
     blocks = Blocks(target, assistant, context, watch)
     for _ in range(rounds + 2):
         blocks.run()
     bandwidth = read_bandwidth(target.device)
     sizes = weights(target, assistant)
-    milliseconds = {name: watch.milliseconds(name) for name in PARTS if name != "host"}
+    milliseconds = {name: watch.milliseconds(name) for name in PARTS if name in watch.seconds}
     milliseconds["host"] = host_milliseconds(target, assistant, context, rounds)
     parts = [
-        Part(name, milliseconds[name], sizes.get(name, 0) / 1e6, 1e3 * sizes.get(name, 0) / bandwidth)
-        for name in PARTS
+        Part(name, time, sizes.get(name, 0) / 1e6, 1e3 * sizes.get(name, 0) / bandwidth)
+        for name, time in milliseconds.items()
     ]
-    return Profile(context, rounds, bandwidth / 1e9, parts, provenance or {})
+    choices = time_choices(drafters_beside(assistant), blocks.tables, rounds, bandwidth, modes=modes)
+    return Profile(context, rounds, bandwidth / 1e9, parts, choices, provenance or {})
 
 
 class Blocks:
     """Blocks of a growing text, each drafted and verified part by part, as the decoding loop does it at once."""
 
-    def __init__(self, target: "PreTrainedModel", assistant: LiLiCorrDraftModel, context: int, watch: Stopwatch):
+    def __init__(self, target: "PreTrainedModel", assistant: DFlashModel, context: int, watch: Stopwatch):
         self.target: Any = target
         self.assistant: Any = assistant
         self.watch = watch
         self.tables = TargetTables(target)
+        self.packed = packed_linears(target, assistant.packed_weights)
         self.config = assistant.config
         self.cache, self.draft_cache = DynamicCache(config=target.config), DFlashCache(config=self.config)
         ids = torch.randint(self.config.vocab_size, (1, context), device=target.device)
@@ -241,7 +208,7 @@ class Blocks:
         return tapped_states(output.hidden_states, self.config.target_layer_ids)
 
     def run(self) -> None:
-        """One block, of which the anchor and half the slots count as accepted."""
+        """One block, of which the anchor and half the draft count as accepted."""
         assistant, watch, block = self.assistant, self.watch, self.config.block_size
         rows = self.states.shape[1]
         watch.restart()
@@ -258,27 +225,38 @@ class Blocks:
         handle.remove()
         self.draft_cache.crop(-block)
         watch.stamp("drafter")
-        logits = self.tables.logits(output.last_hidden_state, assistant.draft_product)[:, 1:]
+        logits = self.tables.logits(output.last_hidden_state, assistant.draft_product)[:, assistant.slot_rows]
         watch.stamp("lm_head")
+        draft = self.choose(logits, output, anchor)
+        with self.packed:
+            states = self.read(torch.cat([anchor, draft], dim=-1))
+        watch.stamp("verify")
+        self.seen += rows
+        drafted = draft.shape[1]
+        kept = 1 + drafted // 2
+        self.cache.crop(kept - 1 - drafted)
+        self.states = states[:, :kept]
+
+    def choose(self, logits: torch.Tensor, output: Any, anchor: torch.Tensor) -> torch.Tensor:
+        """The draft, given the slots' logits; LiLiCorr's op by op."""
+        assistant, watch = self.assistant, self.watch
+        if not isinstance(assistant, LiLiCorrDraftModel):
+            draft = assistant.choose(logits, output, anchor, self.tables).token_ids
+            watch.stamp("head")
+            return draft
         ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         watch.stamp("top-K")
         embeds = self.tables.embed(ids).to(assistant.dtype)
         start, pair = assistant.scoring.fold(assistant.lilicorr)(
-            embeds, log_probs, output.last_hidden_state[:, 1:], output.context_hidden_states[:, -1]
+            embeds, log_probs, output.last_hidden_state[:, assistant.slot_rows], output.context_hidden_states[:, -1]
         )
         watch.stamp("head")
-        walk = greedy_walk(start, pair)
-        draft = ids.gather(-1, walk.unsqueeze(-1)).squeeze(-1)
+        draft = ids.gather(-1, greedy_walk(start, pair).unsqueeze(-1)).squeeze(-1)
         watch.stamp("walk")
-        states = self.read(torch.cat([anchor, draft], dim=-1))
-        watch.stamp("verify")
-        self.seen += rows
-        kept = 1 + self.config.num_slots // 2
-        self.cache.crop(kept - block)
-        self.states = states[:, :kept]
+        return draft
 
 
-def host_milliseconds(target: Any, assistant: LiLiCorrDraftModel, context: int, rounds: int) -> float:
+def host_milliseconds(target: Any, assistant: DFlashModel, context: int, rounds: int) -> float:
     """What a block of `generate` takes outside the draft and the target's pass, the median of a call."""
     ids = torch.randint(assistant.config.vocab_size, (1, context), device=target.device)
     watch, ends = Stopwatch(target.device), [0.0]
@@ -302,7 +280,7 @@ def host_milliseconds(target: Any, assistant: LiLiCorrDraftModel, context: int, 
     return 1e3 * statistics.median(after - before - block.draft_seconds - run for before, after, block, run in blocks)
 
 
-def weights(target: "PreTrainedModel", assistant: LiLiCorrDraftModel) -> dict[str, int]:
+def weights(target: "PreTrainedModel", assistant: DFlashModel) -> dict[str, int]:
     """Bytes of weights that each part reads once a block."""
     model: Any = assistant
     output_head: Any = target.get_output_embeddings()
@@ -314,24 +292,9 @@ def weights(target: "PreTrainedModel", assistant: LiLiCorrDraftModel) -> dict[st
         "context": size(model.fc) + size(model.hidden_norm),
         "drafter": size(model.layers) + size(model.norm),
         "lm_head": head,
-        "head": size(model.lilicorr),
+        "head": head_size(assistant),
         "verify": body,
     }
-
-
-def size(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def read_bandwidth(device: torch.device, megabytes: int = 256) -> float:
-    """Bytes a second at which a tensor far larger than most caches is summed, the best of five times."""
-    data = torch.ones(megabytes * 250_000, device=device)
-    watch = Stopwatch(device)
-    for _ in range(5):
-        watch.restart()
-        data.sum()
-        watch.stamp("sum")
-    return 1e6 * megabytes / min(watch.seconds["sum"])
 
 
 def draw(result: Profile, path: Path) -> None:

@@ -2,8 +2,9 @@
 
     python tests/gpu/speed.py --output speed.json --target smollm2-135m --held_out prompts.jsonl
 
-Random weights of the Qwen3 shapes, bf16; with `--held_out`, the shipped SmolLM2 pair on real prompts. No network, and
-under nine minutes by design, which has not been put to the test. `--smoke` is the same on a CPU, small.
+Random weights of the Qwen3 shapes, bf16: LiLiCorr's head in each mode beside those of Domino, DSpark and DFlash2, in
+batches of up to 32. With `--held_out`, the shipped SmolLM2 pair on real prompts. No network, and under nine minutes by
+design, which has not been put to the test. `--smoke` is the same on a CPU, small.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lilicorr_hf.bench.plan import Options, plan
 from lilicorr_hf.bench.runner import Runner
 from lilicorr_hf.bench.statistics import summarise
 from lilicorr_hf.bench.systems import Setting, parse_systems
+from lilicorr_hf.choices import drafters_beside, random_inputs, scoring_runs, time_choices
 from lilicorr_hf.modeling import kernels_lilicorr as kernels
 from lilicorr_hf.modeling.lattice_lilicorr import greedy_walk, viterbi_path
 from lilicorr_hf.modeling.scoring_lilicorr import MODES
@@ -30,6 +33,7 @@ from lilicorr_hf.modeling.target_lilicorr import TargetTables
 from lilicorr_hf.pairs import load_target
 from lilicorr_hf.profile import profile, random_pair
 from lilicorr_hf.provenance import made_with
+from lilicorr_hf.stopwatch import read_bandwidth
 
 
 NOT_MEASURED = "not measured"
@@ -77,37 +81,35 @@ def check_kernels(device: torch.device, repeats: int, vocab: int) -> dict[str, A
 
 
 @torch.no_grad()
-def measure_scoring(assistant, tables: TargetTables, repeats: int) -> dict[str, Any]:
-    """Milliseconds of the scoring pass in each mode, which have to choose the same path."""
-    config, device, dtype = assistant.config, assistant.device, assistant.dtype
-    torch.manual_seed(0)
-    inputs = (
-        4 * torch.randn(1, config.num_slots, config.vocab_size, device=device, dtype=dtype),
-        torch.randn(1, config.num_slots, config.hidden_size, device=device, dtype=dtype),
-        torch.randn(1, config.hidden_size, device=device, dtype=dtype),
-    )
-    report: dict[str, Any] = {}
-    for mode in MODES if device.type == "cuda" else ("eager",):
-        run = functools.partial(assistant.scoring, assistant.lilicorr, tables, inputs, mode)
+def check_scoring(assistant, tables: TargetTables, modes: Sequence[str]) -> dict[str, Any]:
+    """The scoring pass in each mode against the eager one: its candidates, and how far scores are off."""
+    runs = scoring_runs(assistant, tables, random_inputs(assistant, 1), ("eager", *modes))
+    expected = runs["eager"]()
+    report: dict[str, Any] = dict.fromkeys(MODES, NOT_MEASURED)
+    for mode, run in runs.items():
         lattice = run()
-        if mode in assistant.scoring.unavailable:
-            report[mode] = NOT_MEASURED
-            continue
-        expected = assistant.scoring(assistant.lilicorr, tables, inputs, "eager")
         report[mode] = {
-            "ms": milliseconds(run, device, repeats),
             "same_candidates": bool(torch.equal(lattice.candidate_ids, expected.candidate_ids)),
             "largest_score_difference": (lattice.pair_scores - expected.pair_scores).abs().max().item(),
         }
     return report
 
 
-def measure_shape(shape: str, device: torch.device, rounds: int, repeats: int) -> dict[str, Any]:
-    """The scoring pass, and the parts of a block, of random weights."""
+def measure_shape(
+    shape: str, device: torch.device, rounds: int, batch_sizes: Sequence[int], modes: Sequence[str]
+) -> dict[str, Any]:
+    """Of random weights: the parts of a block, the scoring modes, and every method's head by batch size."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target, assistant = random_pair(shape, str(device), dtype)
-    scoring = measure_scoring(assistant, TargetTables(target), repeats)
-    return {"scoring": scoring, "profile": json.loads(profile(target, assistant, 512, rounds).to_json())}
+    tables, bandwidth, drafters = TargetTables(target), read_bandwidth(device), drafters_beside(assistant)
+    # Every batch size would be compiled anew, which takes longer than all else here.
+    quick = [mode for mode in modes if mode != "compile"]
+    heads = {size: time_choices(drafters, tables, rounds, bandwidth, size, quick) for size in batch_sizes}
+    return {
+        "profile": json.loads(profile(target, assistant, 512, rounds, modes=modes).to_json()),
+        "scoring": check_scoring(assistant, tables, modes),
+        "heads": {size: [asdict(part) for part in parts] for size, parts in heads.items()},
+    }
 
 
 def measure_text(name: str, held_out: str, device: torch.device) -> list[dict[str, Any]]:
@@ -131,13 +133,14 @@ def main() -> None:
         parser.error("there is no GPU; `--smoke` runs on a CPU")
     device = torch.device("cpu" if args.smoke else "cuda")
     rounds, repeats, vocab = (2, 2, 5000) if args.smoke else (50, 100, 151936)
+    batch_sizes, modes = ((1, 2), MODES[:1]) if args.smoke else ((1, 2, 4, 8, 16, 32), MODES)
     report: dict[str, Any] = {
         "hardware": platform.machine() if args.smoke else torch.cuda.get_device_name(),
         "provenance": made_with(device),
     }
     steps: dict[str, Callable[[], Any]] = {"kernels": lambda: check_kernels(device, repeats, vocab)}
     for shape in ("tiny",) if args.smoke else ("qwen3-8b", "qwen3-4b", "smollm2-135m"):
-        steps[shape] = functools.partial(measure_shape, shape, device, rounds, repeats)
+        steps[shape] = functools.partial(measure_shape, shape, device, rounds, batch_sizes, modes)
     if args.held_out:
         steps["text"] = lambda: measure_text(args.target, args.held_out, device)
     start = time.monotonic()

@@ -1,5 +1,6 @@
 """`lilicorr profile`: the parts of a block, on random weights."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -12,14 +13,27 @@ from tiny import tiny_assistant, tiny_target
 from typer.testing import CliRunner
 
 from lilicorr_hf import DFlashModel
+from lilicorr_hf.choices import drafters_beside, time_choices
 from lilicorr_hf.cli import app
+from lilicorr_hf.modeling import scoring_lilicorr
+from lilicorr_hf.modeling.modeling_dflash2 import DFlash2Model
+from lilicorr_hf.modeling.modeling_domino import DominoModel
+from lilicorr_hf.modeling.modeling_dspark import DSparkModel
+from lilicorr_hf.modeling.target_lilicorr import TargetTables
 from lilicorr_hf.profile import PARTS, SHAPES, profile, random_pair, weights
+from lilicorr_hf.stopwatch import size
 
 
 SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
 
 
-def test_parts_add_up_and_are_filed_and_drawn(tmp_path):
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """What it compiles is tested elsewhere."""
+    monkeypatch.setattr(scoring_lilicorr, "compiled", lambda eager: eager)
+
+
+def test_parts_add_up_and_are_filed_and_drawn(tmp_path, quick_compiler):
     numbers, picture = tmp_path / "profile.json", tmp_path / "profile.svg"
     options = ["--shape", "tiny", "--rounds", "2", "--context", "20", "--output", numbers, "--picture", picture]
     result = CliRunner().invoke(app, ["profile", *map(str, options)])
@@ -30,6 +44,10 @@ def test_parts_add_up_and_are_filed_and_drawn(tmp_path):
     assert sum(part["milliseconds"] for part in report["parts"]) == pytest.approx(report["total_milliseconds"])
     assert all(part["milliseconds"] > 0 for part in report["parts"])
     assert report["context"] == 20 and report["provenance"]["target"] == "tiny, random"
+    names = [choice["name"] for choice in report["choices"]]
+    assert names == ["LiLiCorr, eager", "LiLiCorr, compile", "DFlash", "Domino", "DSpark", "DFlash2"]
+    assert all(choice["milliseconds"] > 0 for choice in report["choices"])
+    assert all(name in result.output for name in names)
     drawn = "".join(ElementTree.parse(picture).getroot().itertext())
     assert drawn is not None and all(name in result.output for name in PARTS)
 
@@ -58,12 +76,39 @@ def test_the_prepared_gpu_run_works_small_on_a_cpu(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
-    assert report["tiny"]["scoring"]["eager"]["ms"] > 0
+    assert report["tiny"]["scoring"]["eager"] == {"same_candidates": True, "largest_score_difference": 0}
+    assert report["tiny"]["scoring"]["cuda_graph"] == "not measured"
+    assert list(report["tiny"]["heads"]) == ["1", "2"]
+    for heads in report["tiny"]["heads"].values():
+        assert {"LiLiCorr, eager", "Domino"} < {head["name"] for head in heads}
+        assert all(head["milliseconds"] > 0 for head in heads)
     assert [part["name"] for part in report["tiny"]["profile"]["parts"]] == list(PARTS)
     assert report["hardware"] and report["provenance"]["versions"]["torch"]
 
 
-def test_an_assistant_without_the_head_is_refused():
-    target, assistant = tiny_target("llama").float(), tiny_assistant(model_class=DFlashModel)
-    with pytest.raises(ValueError, match="DFlashModel has others"):
-        profile(target, assistant)
+@pytest.mark.parametrize("model_class", [DFlashModel, DominoModel, DSparkModel, DFlash2Model])
+def test_other_methods_have_a_head_in_one_part(model_class):
+    target, assistant = tiny_target("llama").float(), tiny_assistant(model_class=model_class)
+    result = profile(target, assistant, context=9, rounds=2, modes=("eager",))
+    names = [part.name for part in result.parts]
+    assert names == ["embed", "context", "drafter", "lm_head", "head", "verify", "host"]
+    head = next(part for part in result.parts if part.name == "head")
+    assert (head.megabytes > 0) == (model_class is not DFlashModel)
+
+
+def test_the_modes_that_run_here_are_timed(monkeypatch, quick_compiler):
+    target, assistant = tiny_target("llama").float(), tiny_assistant()
+    drafters = drafters_beside(assistant)
+    assert drafters["LiLiCorr"] is assistant
+    assert drafters["Domino"].config.gru_hidden_dim == assistant.config.gru_hidden_dim
+    take = functools.partial(time_choices, drafters, TargetTables(target), rounds=1, bandwidth=1e9)
+    parts = take(batch_size=2)
+    assert [part.name for part in parts][:2] == ["LiLiCorr, eager", "LiLiCorr, compile"]
+    assert parts[0].megabytes == pytest.approx(size(assistant.lilicorr) / 1e6)
+
+    def fail(eager):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(scoring_lilicorr, "compiled", fail)
+    assistant.train().eval()
+    assert [part.name for part in take(modes=("compile",))] == ["DFlash", "Domino", "DSpark", "DFlash2"]
