@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,7 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the target's chat template.")] = True,
+    dtype: Annotated[str, typer.Option(help="Of both models; auto is the target's own.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, plain and assisted take turns.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -52,10 +54,10 @@ def generate(
     with complaints():
         from transformers import TextStreamer
 
-        from .measure import encode, run_generate
+        from .measure import encode, first_divergence, run_generate
         from .pairs import load_assistant, load_target
 
-        model, tokenizer = load_target(target)
+        model, tokenizer = load_target(target, dtype=dtype)
         draft_model = load_assistant(assistant, model)
         inputs = encode(tokenizer, prompt, chat).to(model.device)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -70,6 +72,10 @@ def generate(
             plain.append(run_generate(model, inputs, **options))
             streamer = None
 
+        divergence = None
+        # Two samples differ by chance, so only greedy text can be compared.
+        if not temperature:
+            divergence = first_divergence(model, inputs["input_ids"], plain[0].token_ids, assisted[0].token_ids)
         report = {
             "text": tokenizer.decode(assisted[0].token_ids, skip_special_tokens=True),
             "tokens": len(assisted[0].token_ids),
@@ -81,8 +87,8 @@ def generate(
             "tau": assisted[0].recording.tau,
             "plain_target_passes": plain[0].target_passes,
             "assisted_target_passes": assisted[0].target_passes,
-            # Two samples differ by chance, so only greedy text can be compared.
-            "identical": None if temperature else assisted[0].token_ids == plain[0].token_ids,
+            "identical": None if temperature else divergence is None,
+            "divergence": None if divergence is None else asdict(divergence) | {"is_tie": divergence.is_tie},
         }
     if as_json:
         print_plain(json.dumps(report, indent=2))
@@ -100,6 +106,9 @@ def generate_table(report: dict[str, Any]) -> Table:
     table.add_row("speed-up", "", f"{report['speedup']:.2f}x")
     words = {True: "yes", False: "no", None: "not comparable (sampled)"}
     table.add_row("identical text", "", words[report["identical"]])
+    if (parted := report["divergence"]) is not None:
+        table.add_row("first difference", "", f"token {parted['index'] + 1}")
+        table.add_row("top-2 gap there", "", f"{parted['gap']:.1e}" + " (a tie)" * parted["is_tie"])
     return table
 
 

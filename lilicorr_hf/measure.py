@@ -10,6 +10,7 @@ import torch
 from transformers import BatchEncoding
 
 from .modeling.generation_lilicorr import Recording, record
+from .pairs import place_of
 
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def watch_passes(model: "PreTrainedModel") -> Iterator[list[Pass]]:
 
 def synchronize(model: "PreTrainedModel") -> None:
     """Waits for pending work of an accelerator."""
-    if model.device.type != "cpu":
-        torch.accelerator.synchronize(model.device)
+    if (device := place_of(model)).type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def run_generate(model: "PreTrainedModel", inputs: BatchEncoding, lattice: bool = False, **kwargs: Any) -> Run:
@@ -182,9 +183,9 @@ def mean_entropy(model: "PreTrainedModel", input_ids: torch.Tensor, answer: list
 
 
 def encode(
-    tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], chat: bool = True
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], chat: bool = True, thinking: bool = False
 ) -> BatchEncoding:
-    """Model inputs `[1, n]` of a text, or of the chat messages it stands for.
+    """Model inputs `[1, n]` of a text, or of the chat messages it stands for, in that reasoning mode where there are.
 
     Raises:
         `ValueError`: if a chat is asked for and the tokenizer has no chat template.
@@ -195,7 +196,7 @@ def encode(
         raise ValueError("This tokenizer has no chat template; pass `--no-chat` to complete the plain text.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, enable_thinking=False
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, enable_thinking=thinking
     )
     return cast(BatchEncoding, inputs)
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from .architectures import DRAFTERS, drafter_class
 from .modeling.configuration_lilicorr import LiLiCorrConfig
 from .modeling.modeling_dflash import DFlashModel
@@ -50,6 +52,12 @@ def assistant_class(folder: str) -> type[DFlashModel]:
     return drafter_class(next((name for name in names if name in DRAFTERS), "DFlashModel"))
 
 
+def place_of(target: "PreTrainedModel") -> torch.device:
+    """Where a target computes: its first device that is one, as weights on disk are on none until they are needed."""
+    devices = (parameter.device for parameter in target.parameters() if parameter.device.type != "meta")
+    return next(devices, torch.device("cpu"))
+
+
 def load_assistant(
     assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] | None = None
 ) -> DFlashModel:
@@ -63,7 +71,7 @@ def load_assistant(
     """
     folder = resolve_assistant(assistant)
     model_class = model_class or assistant_class(folder)
-    model = model_class.from_pretrained(folder, dtype=target.dtype, device_map=target.device)
+    model = model_class.from_pretrained(folder, dtype=target.dtype, device_map=place_of(target))
     model.check_target(target)
     return model
 

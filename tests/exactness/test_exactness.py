@@ -4,6 +4,7 @@
 """
 
 import functools
+import inspect
 import os
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.cache_utils import StaticLayer
+from transformers.generation import logits_process
 
 import lilicorr_hf
 from lilicorr_hf import DFlashModel, LiLiCorrDraftModel
@@ -114,6 +116,8 @@ WARPERS = (
     {"eta_cutoff": 0.02},
     {"temperature": 1.2, "top_h": 0.6},
 )
+# Settings of the assistant that decide what is drafted, and when.
+DRAFTING = ({}, {}, {"adaptive_draft": True}, {"context_window": 6})
 WINDOWED = ("gemma3", "gemma2", "mistral")
 
 
@@ -151,6 +155,7 @@ def cases(draw) -> dict:
         "positions": draw(st.booleans()),
         "warpers": draw(st.none() | st.sampled_from(WARPERS)),
         "tree": tree,
+        "drafting": draw(st.sampled_from(DRAFTING)),
         "seed": draw(st.integers(0, 10_000)),
     }
 
@@ -167,7 +172,7 @@ def inputs_of(case: dict) -> dict:
 
 
 def assistant_for(case: dict, answers: list[list[int]], offsets: list[int]) -> DFlashModel:
-    assistant = tiny_assistant(1, case["drafter"], tree_budget=case["tree"])
+    assistant = tiny_assistant(1, case["drafter"], tree_budget=case["tree"], **case["drafting"])
     if case["drafter"] is FaultyOracle:
         assistant.answers = [
             [0] * 3 * case["positions"] + row[pad:] for row, pad in zip(answers, offsets, strict=True)
@@ -242,8 +247,37 @@ def test_drawn_oracles_are_right_and_rows_part(tree):
         "positions": True,
         "warpers": None,
         "tree": tree,
+        "drafting": {},
         "seed": 5,
     }
     with lilicorr_hf.record() as recording:
         compare(case)
     assert {0, 1, 2, 3, 4} <= set(recording.accepted)
+
+
+# For models of speech, which no block drafter serves, and those that every assistant is refused with.
+NOT_DRAWN = {
+    "AlternatingCodebooksLogitsProcessor",
+    "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "WhisperTimeStampLogitsProcessor",
+}
+
+
+def test_every_processor_of_transformers_is_drawn():
+    drawn = {LogitsProcessor}
+
+    def look(model, input_ids, logits_processor, **kwargs):
+        drawn.update(map(type, logits_processor))
+        return input_ids
+
+    for options in [*(make() for make in OPTIONS.values()), *({"do_sample": True} | warpers for warpers in WARPERS)]:
+        target_of("llama").generate(torch.tensor([[1, 2]]), custom_generate=look, **options)
+    shipped = {x for _, x in inspect.getmembers(logits_process, inspect.isclass) if issubclass(x, LogitsProcessor)}
+    assert {kind.__name__ for kind in shipped - drawn} == NOT_DRAWN

@@ -34,6 +34,27 @@ def test_generate_json(smollm2):
     assert report["assisted_target_passes"] <= report["plain_target_passes"] and report["tau"] >= 1
 
 
+def test_generate_prints_where_texts_part_and_how_close_it_was(smollm2, monkeypatch):
+    from lilicorr_hf import measure
+
+    original = measure.run_generate
+
+    def misread(*args, assistant_model=None, **kwargs):
+        run = original(*args, assistant_model=assistant_model, **kwargs)
+        if assistant_model is not None and kwargs["max_new_tokens"] == 6:
+            run.rows[0][2] += 1
+        return run
+
+    monkeypatch.setattr(measure, "run_generate", misread)
+    arguments = ("generate", "Hi", "--max-new-tokens", 6, "--rounds", 1, "--dtype", "bfloat16")
+    report = json.loads(lilicorr(*arguments, "--json").stdout)
+    parted = report["divergence"]
+    assert not report["identical"] and parted["index"] == 2 and parted["assisted"] == parted["plain"] + 1
+    assert parted["gap"] >= 0 and parted["limit"] == pytest.approx(0.5)
+    table = lilicorr(*arguments).output
+    assert "token 3" in table and f"{parted['gap']:.1e}" in table
+
+
 def test_generate_sampled_claims_no_identity(smollm2):
     result = lilicorr(
         "generate", "Hi", "--max-new-tokens", 6, "--rounds", 1, "--json", "--temperature", 0.8, "--no-chat"

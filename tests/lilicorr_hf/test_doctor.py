@@ -10,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from lilicorr_hf import LiLiCorrDraftModel, cli, doctor
-from lilicorr_hf.doctor import PROMPTS, examine, read_answers, write_probe
+from lilicorr_hf.doctor import PROMPTS, check_template, examine, read_answers, write_probe
+from lilicorr_hf.measure import Divergence, encode, tie_gap
 from lilicorr_hf.modeling import drafting_lilicorr
 from lilicorr_hf.modeling.target_lilicorr import tapped_states
 from lilicorr_hf.pairs import CHECKPOINTS
@@ -95,6 +96,25 @@ def test_template_mismatch(smollm2, answers):
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     found = faults((smollm2[0], tokenizer, smollm2[2]), answers)
     assert "template mismatch" in found["template"] and "[user] Write a Python" in found["template"]
+
+
+def test_reasoning_mode(smollm2):
+    """Templates that know one: the drafter was trained without, and one that was not is told apart."""
+    tokenizer, prompt = copy.deepcopy(smollm2[1]), "Hi"
+    think = "{% if enable_thinking %}Think.{% endif %}"
+    tokenizer.chat_template = think + tokenizer.chat_template
+    off, on = (encode(tokenizer, prompt, thinking=mode)["input_ids"][0].tolist() for mode in (False, True))
+    found = [check_template(tokenizer, {"prompt": prompt, "ids": ids, "prompt_length": len(ids)}) for ids in (off, on)]
+    assert not found[0].fault and "`enable_thinking=False` only" in found[0].words
+    assert found[1].fault and "reasoning mode" in found[1].words
+
+
+def test_ties_of_half_precision_are_no_fault(smollm2, answers, monkeypatch):
+    """Text that parts where the two best tokens are closer than the dtype can tell."""
+    for gap, fault in ((0.1, False), (2.0, True)):
+        parted = Divergence(3, 5, 6, gap, tie_gap(torch.bfloat16))
+        monkeypatch.setattr(doctor, "first_divergence", lambda *args, parted=parted: parted)
+        assert ("text" in faults(smollm2, answers[:1])) == fault
 
 
 def test_probe_is_written_and_read(smollm2, answers, tmp_path):
