@@ -14,11 +14,11 @@ from transformers.cache_utils import DFlashCache
 
 from .cache_lilicorr import select_columns
 from .configuration_lilicorr import check_tree_budget
-from .generation_lilicorr import BlockDrafting, block_positions
+from .generation_lilicorr import BlockDrafting
 from .lanes_lilicorr import Lane
 from .lattice_lilicorr import Lattice
 from .pacing_lilicorr import Pace
-from .target_lilicorr import tapped_states
+from .target_lilicorr import block_positions, tapped_states
 from .tree_lilicorr import TreeShape
 
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .cache_lilicorr import CACHE
 from .lattice_lilicorr import Lattice
-from .target_lilicorr import TargetTables, states_to_return, tapped_states
+from .target_lilicorr import TargetTables, block_positions, states_to_return, tapped_states
 
 
 if TYPE_CHECKING:
@@ -355,24 +355,6 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
             return
         self.recording.passes += 1
         self.record_block(input_ids[0], 0, self._drafted, int(num_matches), self._now() - self._verify_start)
-
-
-def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter: "DFlashModel") -> torch.Tensor:
-    """Positions `[b, rows + B]` of new context rows and the block after them, on the drafter's device.
-
-    Args:
-        model_kwargs (`dict`): the target's, whose `position_ids` are taken where it counts them in one dimension; they
-            reach up to the anchor.
-        rows (`int`): new context rows, which end before the anchor.
-        seen (`int`): context rows before those, in the drafter's cache or out of its window.
-    """
-    positions = model_kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2:
-        context = torch.arange(seen, seen + rows).unsqueeze(0)
-    else:
-        context = positions[:, -rows - 1 : -1]
-    block = torch.arange(1, drafter.config.block_size + 1, device=context.device) + context[:, -1:]
-    return torch.cat([context, block], dim=-1).to(drafter.device)
 
 
 def check_processors(logits_processor) -> None:

@@ -1,15 +1,15 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a drafter borrows from its target: token embeddings, output head and tapped hidden states.
+"""What a drafter borrows from its target: token embeddings, output head, tapped hidden states and positions.
 
 Shapes: `b` batch, `n` positions, `L` tapped layers, `M` hidden width of the target, `V` vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.utils import output_capturing
+from transformers.utils import logging, output_capturing
 
 from .configuration_lilicorr import LiLiCorrConfig
 from .logits_lilicorr import DraftProduct
@@ -17,6 +17,10 @@ from .logits_lilicorr import DraftProduct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from .modeling_dflash import DFlashModel
+
+logger = logging.get_logger(__name__)
 
 # Up to transformers 5.22 models that are asked for some states leave out their embeddings, and count from elsewhere.
 SELECTS_STATES = "selected_hidden_states" in vars(output_capturing)
@@ -83,6 +87,37 @@ def tapped_states(
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
+def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter: "DFlashModel") -> torch.Tensor:
+    """Positions `[b, rows + B]` of new context rows and the block after them, on the drafter's device.
+
+    Args:
+        model_kwargs (`dict`): the target's, whose `position_ids` are taken where it counts them in one dimension; they
+            reach up to the anchor.
+        rows (`int`): new context rows, which end before the anchor.
+        seen (`int`): context rows before those, in the drafter's cache or out of its window.
+    """
+    warn_of_length(drafter, seen + rows + drafter.config.block_size)
+    positions = model_kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        context = torch.arange(seen, seen + rows).unsqueeze(0)
+    else:
+        context = positions[:, -rows - 1 : -1]
+    block = torch.arange(1, drafter.config.block_size + 1, device=context.device) + context[:, -1:]
+    return torch.cat([context, block], dim=-1).to(drafter.device)
+
+
+def warn_of_length(drafter: "DFlashModel", length: int) -> None:
+    """Says once where a text of `length` tokens leaves the positions that a drafter was made for."""
+    config = drafter.config
+    scaled = (config.rope_parameters or {}).get("rope_type", "default") != "default"
+    if length > config.max_position_embeddings and config.context_window is None and not scaled:
+        logger.warning_once(
+            f"The text is longer than the {config.max_position_embeddings} positions that {type(drafter).__name__} "
+            f"{drafter.name_or_path!r} was made for (`max_position_embeddings`). It stays right, but few drafts may "
+            "be accepted: give the assistant a `context_window`, or `rope_parameters` with YaRN."
+        )
+
+
 def check_target(config: LiLiCorrConfig, target: "PreTrainedModel") -> None:
     """Raises before any compute if a drafter with this config cannot draft for `target`.
 
@@ -125,4 +160,13 @@ def require_mask_token(config: LiLiCorrConfig) -> int:
     return config.mask_token_id
 
 
-__all__ = ["TargetTables", "check_target", "require_mask_token", "rescale_logits", "states_to_return", "tapped_states"]
+__all__ = [
+    "TargetTables",
+    "block_positions",
+    "check_target",
+    "require_mask_token",
+    "rescale_logits",
+    "states_to_return",
+    "tapped_states",
+    "warn_of_length",
+]

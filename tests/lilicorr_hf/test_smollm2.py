@@ -1,5 +1,7 @@
 """The shipped pair on its real target."""
 
+import contextlib
+
 import pytest
 import torch
 from goldens import GOLDEN
@@ -88,6 +90,40 @@ def test_greedy_text_with_trees_equals_plain_generate(smollm2, prompt):
     divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, trees.token_ids)
     assert divergence is None or divergence.is_tie, divergence
     assert trees.recording.tau > chains.recording.tau
+
+
+def test_bf16_text_parts_at_ties_alone():
+    model, tokenizer, assistant = lilicorr_hf.load_pair("smollm2-135m", dtype=torch.bfloat16)
+    assert assistant.dtype == torch.bfloat16
+    for prompt in PROMPTS[:2]:
+        inputs = encode(tokenizer, prompt)
+        options = {"max_new_tokens": 24, "do_sample": False}
+        plain = run_generate(model, inputs, **options)
+        assisted = run_generate(model, inputs, assistant_model=assistant, **options)
+        divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, assisted.token_ids)
+        assert divergence is None or divergence.is_tie, divergence
+        assert assisted.target_passes < plain.target_passes
+
+
+def test_an_adapter_on_the_real_target(smollm2):
+    """The text is the adapted target's, and the target's own while the adapter is off."""
+    peft = pytest.importorskip("peft")
+    model, tokenizer, assistant = smollm2
+    inputs, options = encode(tokenizer, PROMPTS[0]), {"max_new_tokens": 16, "do_sample": False}
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_alpha=64, init_lora_weights=False)
+    adapted, texts = peft.get_peft_model(model, config).eval(), []
+    try:
+        for mode in (contextlib.nullcontext, adapted.disable_adapter):
+            with mode():
+                plain = run_generate(adapted, inputs, **options).token_ids
+                assisted = run_generate(adapted, inputs, assistant_model=assistant, **options).token_ids
+                divergence = first_divergence(adapted, inputs["input_ids"], plain, assisted)
+                assert divergence is None or divergence.is_tie, divergence
+            texts.append(plain)
+    finally:
+        adapted.unload()
+    assert texts[0] != texts[1]
 
 
 def test_answers_end(smollm2):

@@ -124,10 +124,21 @@ def test_everything_returned_is_what_plain_decoding_returns(request, name, draft
     assert_equal_outputs(assisted, plain)
 
 
-def test_returned_lengths_where_an_end_token_cuts_a_block(target, oracle):
-    eos = oracle.answer[0, 6 + 2].item()
-    plain, assisted = both(target, oracle, eos_token_id=eos, **ALL_OUTPUTS)
-    assert len(plain.scores) <= 3
+def stops(oracle, tokenizer) -> dict:
+    """Everything that can cut a block, at its third token."""
+    text = "".join(tokenizer.convert_ids_to_tokens(oracle.answer[0, 6:]))
+    return {
+        "end token": {"eos_token_id": [oracle.answer[0, 8].item(), 63]},
+        "stop string": {"stop_strings": [text[1:3]], "tokenizer": tokenizer},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([RecordingCriterion(9)])},
+        "length": {"max_new_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("name", ["end token", "stop string", "criterion", "length"])
+def test_returned_lengths_where_a_block_is_cut(target, oracle, tokenizer, name):
+    plain, assisted = both(target, oracle, **stops(oracle, tokenizer)[name], **ALL_OUTPUTS)
+    assert len(plain.scores) == plain.sequences.shape[1] - 6 <= 3
     assert_equal_outputs(assisted, plain)
 
 

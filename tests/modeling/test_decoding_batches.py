@@ -14,7 +14,7 @@ from calls import (
     watchers,
 )
 from tiny import FaultyOracle, tiny_assistant, tiny_target
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache
 
 import lilicorr_hf
 from lilicorr_hf import LiLiCorrDraftModel
@@ -237,6 +237,20 @@ def test_recorded_blocks_are_those_of_the_rows(llama):
             match = [ids for ids in answers[row[at]] if row[at + 1 : at + 1 + len(ids)] == ids]
             assert match
             at += max(map(len, match))
+
+
+def test_a_target_without_positions_among_its_arguments(by_row):
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4, initializer_range=0.5, eos_token_id=None)
+    torch.manual_seed(0)
+    # In fp64 its padding is NaN, and soon all of the row, without an assistant too.
+    target, (ids, mask) = AutoModelForCausalLM.from_config(config).float().eval(), batch()
+    for rows in (slice(0, 5), slice(2, 3)):
+        inputs = {"inputs": ids[rows], "attention_mask": mask[rows], "pad_token_id": 0}
+        plain = target.generate(**inputs, **GREEDY)
+        with lilicorr_hf.record() as recording:
+            assisted = target.generate(**inputs, assistant_model=tiny_assistant(), **GREEDY)
+        assert assisted.tolist() == plain.tolist() and recording.blocks[0].drafted == 4
+    assert by_row == [True, False]
 
 
 def test_broken_drafter_serves_a_batch(llama, by_row):

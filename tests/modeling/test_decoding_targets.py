@@ -8,9 +8,11 @@ import pytest
 import torch
 from calls import GREEDY
 from tiny import Oracle, tiny_assistant, tiny_target
-from transformers import StoppingCriteria
+from transformers import CompileConfig, StoppingCriteria
 
 import lilicorr_hf
+from lilicorr_hf.measure import run_generate
+from lilicorr_hf.pairs import place_of
 
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
@@ -62,16 +64,35 @@ def test_compiled():
     assert_same(target)
 
 
-def test_weights_that_are_elsewhere_until_a_module_is_called(tmp_path):
+def test_compiled_by_generate_itself():
+    """As it does on accelerators where the cache has a fixed size."""
+    config = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    config._compile_all_devices = True
+    assert_same(tiny_target("llama"), cache_implementation="static", compile_config=config)
+
+
+# Half of a target's weights on disk, tapped layers among them.
+SPLIT = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+PLACES = {
+    "output head": {"model": "cpu", "lm_head": "disk"},
+    "embedding and every other layer": SPLIT | {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(4)},
+    "everything": {"model": "disk", "lm_head": "disk"},
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_weights_that_are_elsewhere_until_a_module_is_called(tmp_path, name):
     """Embedding and output head are called, not indexed: on disk there is nothing to index."""
     from accelerate import dispatch_model
 
     target = tiny_target("llama")
-    places = {"model": "cpu", "lm_head": "disk"}
-    target = dispatch_model(target, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
-    assert target.lm_head.weight.device.type == "meta"
+    target = dispatch_model(target, PLACES[name], main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert any(parameter.device.type == "meta" for parameter in target.parameters())
     assert_same(target)
     assert_same(target, BATCH)
+    # Loading and timing ask where a target computes.
+    assert place_of(target).type == "cpu"
+    assert run_generate(target, {"input_ids": PROMPT}, **GREEDY).tokens == 17
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

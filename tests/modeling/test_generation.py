@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from calls import Interrupt
 from tiny import AntiOracle, Oracle, tiny_assistant, tiny_target
 from transformers import (
     DynamicCache,
@@ -287,7 +288,11 @@ def test_native_dflash_path_runs_our_drafter(llama):
 
 
 def test_mixed_dtypes(assistant):
-    for target_dtype, draft_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+    for target_dtype, draft_dtype in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+    ):
         model = tiny_target("llama").to(target_dtype)
         draft_model = tiny_assistant().to(draft_dtype)
         output = greedy(model, prompt_of(5), max_new_tokens=8, assistant_model=draft_model)
@@ -333,6 +338,39 @@ def test_wrong_pairing_names_both_sides_before_compute(llama, changes, words):
         greedy(llama, prompt_of(3), max_new_tokens=4, assistant_model=tiny_assistant(**changes))
     handle.remove()
     assert all(word in str(error.value) for word in words) and not calls
+
+
+@pytest.mark.parametrize(
+    "changes, warned",
+    [
+        ({}, 1),
+        ({"context_window": 8}, 0),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, 0),
+        ({"max_position_embeddings": 64}, 0),
+    ],
+)
+def test_texts_longer_than_the_drafter_was_made_for(loop, llama, monkeypatch, changes, warned):
+    """Twice as long: the text is right and somebody says why few drafts are."""
+    warnings = []
+    monkeypatch.setattr(lilicorr_hf.modeling.target_lilicorr.logger, "warning_once", warnings.append)
+    assert_same(llama, tiny_assistant(**{"max_position_embeddings": 24} | changes), prompt_of(40), max_new_tokens=9)
+    assert bool(warnings) == warned and all("24 positions" in text for text in warnings)
+
+
+def test_a_call_leaves_no_hooks(llama, assistant):
+    """transformers puts its own on a target that is asked for states, once."""
+
+    def hooks():
+        modules = [*llama.modules(), *assistant.modules()]
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+
+    llama(prompt_of(4), output_hidden_states=[1])
+    before = hooks()
+    for prompt in (prompt_of(4), prompt_of(9)):
+        greedy(llama, prompt, max_new_tokens=9, assistant_model=assistant)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(llama, prompt, max_new_tokens=9, assistant_model=assistant, stopping_criteria=[Interrupt(12)])
+    assert hooks() == before
 
 
 def test_encoder_decoder_and_headless_targets_are_refused(llama, assistant):
