@@ -88,6 +88,12 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
     text = target.get_text_config()
     if args.mask_token_id is None:
         raise ValueError("`mask_token_id` is required for a new drafter: give an unused token of the target.")
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if args.mask_token_id in (*ends, text.pad_token_id):
+        raise ValueError(
+            f"`mask_token_id` {args.mask_token_id} is the target's end or padding token, which answers hold too: give "
+            "an unused one."
+        )
     return LiLiCorrConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,

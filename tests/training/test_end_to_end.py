@@ -102,11 +102,13 @@ def test_plot_of_a_folder_without_a_run_is_an_error(tmp_path):
     assert result.exit_code == 2 and "trainer_state.json" in result.output
 
 
-def test_new_drafter_needs_a_mask_token(config_file, prompts):
+@pytest.mark.parametrize("given, words", [(None, "`mask_token_id` is required"), (2, "2 is the target's end or")])
+def test_new_drafter_needs_a_mask_token_of_its_own(config_file, prompts, given, words):
     settings = yaml.safe_load(config_file.read_text())
     settings["train_files"] = [str(prompts.with_name("rows.jsonl"))]
     prompts.with_name("rows.jsonl").write_text(json.dumps({"prompt_ids": [1, 4], "response_ids": [7, 8, 9, 2]}))
     del settings["mask_token_id"]
+    settings |= {} if given is None else {"mask_token_id": given}
     config_file.write_text(yaml.safe_dump(settings))
-    with pytest.raises(ValueError, match="mask_token_id"):
+    with pytest.raises(ValueError, match=words):
         train.main(["--config", str(config_file)])
