@@ -126,6 +126,13 @@ def test_each_row_is_drafted_for_as_on_its_own(pair, by_row):
     assert spy.seen <= in_batch and len(spy.seen) > 40 and by_row[0]
 
 
+def test_each_row_is_written_as_on_its_own(pair):
+    (ids, mask), options = batch(), GREEDY | {"assistant_model": pair.assistant}
+    rows = pair.target.generate(ids, attention_mask=mask, **options)
+    for row, prompt, pad in zip(rows, ids, PADDING, strict=True):
+        assert row[pad:].tolist() == pair.target.generate(prompt[None, pad:], **options)[0].tolist()
+
+
 OPTIONS = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
