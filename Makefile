@@ -7,7 +7,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
 .PHONY: setup generate test docs browser exactness decoding-speed benchmark quality style versions import-time \
-	screenshots peer-training peer-engines golden clean
+	first-paint screenshots peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
 generate: setup
@@ -97,6 +97,10 @@ peer-engines: setup
 # What nvidia-modelopt drafts with the shipped weights; to be recorded anew, and committed, whenever they change.
 golden: setup
 	$(BIN)/python tests/peers/record_blocks.py tests/golden/smollm2_shipped.safetensors $(PEER)
+
+# Seconds until the page shows its lattice without a model, from an empty cache.
+first-paint: setup browser
+	$(BIN)/python tests/support/first_paint.py
 
 # The README's pictures of the page.
 screenshots: setup browser

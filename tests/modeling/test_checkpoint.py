@@ -150,7 +150,7 @@ def test_model_prefix_is_tolerated(model, served):
 
 
 def test_published_drafter_variants_load(served):
-    """z-lab's files: block size nested or not, rotary base in either place, no head."""
+    """z-lab's files: block fields nested or not, rotary base in either place, what is off spelled out, no head."""
 
     def zlab(fields):
         fields["architectures"] = ["DFlashDraftModel"]
@@ -165,7 +165,8 @@ def test_published_drafter_variants_load(served):
     drafter = DFlashModel.from_pretrained(served)
     assert drafter.config.block_size == 5 and drafter.config.rope_parameters["rope_theta"] == 10000.0
 
-    edit_config(served, lambda fields: fields.update(fields.pop("dflash_config")))
+    neutral = {"is_causal": False, "layer_types": ["full_attention"] * 2, "sliding_window": None}
+    edit_config(served, lambda fields: fields.update(fields.pop("dflash_config") | neutral))
     assert DFlashModel.from_pretrained(served).config.target_layer_ids == [0, 2]
 
 
