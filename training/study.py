@@ -101,7 +101,7 @@ def train_part(argv: list[str], part: int, parts: int, threads: int) -> None:
     """Goes on with a system's run to the end of its part `part` of `parts`; what it prints goes to `log.txt`."""
     torch.set_num_threads(threads)
     arguments = parse_arguments(argv)
-    folder = Path(arguments[2].output_dir)
+    folder = Path(str(arguments[2].output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         trainer = new_trainer(*arguments, command=shlex.join(["lilicorr", "train", *argv]))
