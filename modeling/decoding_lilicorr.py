@@ -266,8 +266,10 @@ class BlockDecoder:
             left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
             last = positions[:, :1] + torch.tensor(left, device=positions.device).unsqueeze(-1)
             inputs["position_ids"] = positions.minimum(last)
-        with self.packed if drafted and self.forward is self.target else nullcontext():
-            return self.forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
+        # A compiled pass has the width of a whole block: any other would be compiled, too, for a few passes.
+        forward = self.forward if drafted == self.drafting.max_drafted else self.target
+        with self.packed if drafted and forward is self.target else nullcontext():
+            return forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
 
     def straighten(self, outputs: Any, counts: list[int]) -> None:
         """Makes of a pass over a tree one over the tokens that were taken, in the cache and in what it returned."""

@@ -64,6 +64,27 @@ def test_compiled():
     assert_same(target)
 
 
+def test_compiled_passes_have_one_width():
+    """Compiled by transformers' own arguments, for a static cache: once, whatever is left to draft at the end."""
+    target, assistant = tiny_target("llama"), tiny_assistant(0, Oracle)
+    graphs = []
+
+    def backend(graph, inputs, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend, dynamic=False)
+    config._compile_all_devices = True
+    options = GREEDY | {"cache_implementation": "static"}
+    plain = assistant.answer = target.generate(PROMPT, **options, disable_compile=True)
+    with lilicorr_hf.record() as recording:
+        assisted = target.generate(PROMPT, assistant_model=assistant, **options, compile_config=config)
+    assert torch.equal(assisted, plain)
+    widths = [block.drafted for block in recording.blocks]
+    assert len(set(widths)) > 1 and widths.count(assistant.num_drafted) > 1
+    assert len(graphs) == 1
+
+
 def test_compiled_by_generate_itself():
     """As it does on accelerators where the cache has a fixed size."""
     config = CompileConfig(backend="eager", fullgraph=False, mode=None)
