@@ -24,7 +24,7 @@ from .cache_lilicorr import CACHE, check_cache, fixed_layers, rows_can_be_moved,
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, row_processors
-from .linears_lilicorr import packed_linears
+from .linears_lilicorr import PACKED_ROWS, packed_linears
 from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
 
 
@@ -268,7 +268,8 @@ class BlockDecoder:
             inputs["position_ids"] = positions.minimum(last)
         # A compiled pass has the width of a whole block: any other would be compiled, too, for a few passes.
         forward = self.forward if drafted == self.drafting.max_drafted else self.target
-        with self.packed if drafted and forward is self.target else nullcontext():
+        pays = (drafted + 1) * len(draft_ids) in PACKED_ROWS and forward is self.target
+        with self.packed if pays else nullcontext():
             return forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
 
     def straighten(self, outputs: Any, counts: list[int]) -> None:

@@ -28,9 +28,9 @@ logger = logging.get_logger(__name__)
 VARIABLE = "LILICORR_PACK"
 # Bytes of weights; as many again are kept.
 LARGEST_TARGET = 2 << 30
-# Below this many weights, and beyond these rows, there is nothing to gain.
+# Below this many weights, and for fewer or more rows, there is nothing to gain.
 SMALLEST_WEIGHT = 1 << 18
-ROWS = range(2, 65)
+PACKED_ROWS = range(4, 65)
 
 
 class PackedWeights:
@@ -55,7 +55,7 @@ class PackedWeights:
         given = F.linear(torch.linspace(1, 2, weight.shape[1]), weight)
         kept = self.copies.get(weight)
         if kept is None or not torch.equal(kept[0], given):
-            kept = given, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[-1])
+            kept = given, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS[-1])
             self.copies[weight] = kept
         return kept[1]
 
@@ -86,7 +86,7 @@ class PackedLinears(TorchFunctionMode):
 
     def packs(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         known = id(weight) in self.weights and x.dtype == torch.float32
-        return known and x.numel() // weight.shape[1] in ROWS
+        return known and x.numel() // weight.shape[1] in PACKED_ROWS
 
 
 def packed_linears(target: "PreTrainedModel", packed: PackedWeights) -> AbstractContextManager[Any]:
@@ -137,4 +137,4 @@ def why_not(target: "PreTrainedModel", weights: list[nn.Parameter]) -> str | Non
     return None
 
 
-__all__ = ["PackedLinears", "PackedWeights", "packed_linears"]
+__all__ = ["PACKED_ROWS", "PackedLinears", "PackedWeights", "packed_linears"]
