@@ -21,8 +21,8 @@ TIE_GAP = 1e-4
 
 
 def tie_gap(dtype: torch.dtype) -> float:
-    """[`TIE_GAP`], or what half precision leaves of logits around 30."""
-    return max(TIE_GAP, 64 * torch.finfo(dtype).eps)
+    """[`TIE_GAP`], or what half precision leaves of logits around 30: SmolLM2's in bf16 move by up to 0.57."""
+    return max(TIE_GAP, 128 * torch.finfo(dtype).eps)
 
 
 @dataclass
