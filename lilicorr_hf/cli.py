@@ -174,7 +174,7 @@ def convert(
 
         fields = dict(read_assignment(text) for text in stated or [])
         written = run_convert(resolve_assistant(source), folder, to, head, revision, **fields)
-        parts = "drafter and head" if written.has_head else "drafter alone"
+        parts = "drafter and head" if written.model_class.has_head else "drafter alone"
         errors.print(f"{len(written.tensors)} tensors, {parts}, for {FORMATS[to].loads}", highlight=False)
         print_plain(folder)
 

@@ -19,8 +19,14 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from transformers.dynamic_module_utils import custom_object_save
 
-from .modeling.configuration_lilicorr import SERVED_HEAD_FIELDS, LiLiCorrConfig, flatten_config
+from .modeling.configuration_lilicorr import (
+    DSPARK_ARCHITECTURE,
+    SERVED_HEAD_FIELDS,
+    LiLiCorrConfig,
+    flatten_config,
+)
 from .modeling.modeling_dflash import DFlashModel
+from .modeling.modeling_dspark import PUBLISHED_MODULES, TARGET_MODULES, DSparkModel
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
 
 
@@ -81,6 +87,8 @@ class Checkpoint:
 
     @property
     def model_class(self) -> type[DFlashModel]:
+        if DSparkModel.__name__ in (self.config.architectures or ()):
+            return DSparkModel
         return LiLiCorrDraftModel if self.has_head else DFlashModel
 
     @property
@@ -102,7 +110,7 @@ class Checkpoint:
 
 def read_checkpoint(source: str | os.PathLike, revision: str | None = None, **stated: Any) -> Checkpoint:
     """A checkpoint of any format: ours, served LiLiCorr (nvidia-modelopt's names, or SGLang's and vLLM's), z-lab's
-    DFlash, transformers' own DFlash assistants.
+    DFlash, transformers' own DFlash assistants, DSpark as published.
 
     Args:
         source (`str` or path): folder or Hub id.
@@ -120,10 +128,14 @@ def read_checkpoint(source: str | os.PathLike, revision: str | None = None, **st
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(f"{source} replaces the embedding of its mask token (mask_embedding.pt): not supported.")
     tensors = read_tensors(folder)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     theirs = {theirs: ours for ours, theirs in (NATIVE_MODULES | engine_modules(config)).items()}
-    tensors = rename({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, theirs)
-    checkpoint = Checkpoint(config, tensors)
-    check_tensors(checkpoint, "LiLiCorrDraftModel" in (raw.get("architectures") or ()), str(source))
+    architectures = raw.get("architectures") or ()
+    if DSPARK_ARCHITECTURE in architectures:
+        tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in TARGET_MODULES}
+        theirs |= PUBLISHED_MODULES
+    checkpoint = Checkpoint(config, rename(tensors, theirs))
+    check_tensors(checkpoint, "LiLiCorrDraftModel" in architectures, str(source))
     return checkpoint
 
 
@@ -171,7 +183,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 def check_tensors(checkpoint: Checkpoint, declares_head: bool, source: str) -> None:
     """Raises unless the tensors are those of the model that the config describes."""
-    model_class = LiLiCorrDraftModel if declares_head or checkpoint.has_head else DFlashModel
+    model_class = LiLiCorrDraftModel if declares_head else checkpoint.model_class
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in model_class(checkpoint.config).state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
@@ -301,6 +313,8 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, to: str,
         `FileExistsError`: if there is something in the folder.
     """
     form, folder = find_format(to), Path(folder)
+    if checkpoint.model_class is DSparkModel and form.config is not None:
+        raise ValueError(f"`{to}` has no place for a DSpark drafter; write `lilicorr`.")
     if form.head is not None and form.head != checkpoint.has_head:
         advice = (
             "train one (`head='init'` starts it), or write `dflash`" if form.head else "leave it out: `head='drop'`"
@@ -361,6 +375,8 @@ def convert(
     """
     find_format(to)
     checkpoint = read_checkpoint(source, revision, **stated)
+    if head != "keep" and checkpoint.model_class is DSparkModel:
+        raise ValueError(f"{source} is a DSpark drafter, trained as one with its head: `head='keep'` it.")
     if head == "init" and checkpoint.has_head:
         raise ValueError(f"{source} has a head, so none is initialised: `head='drop'` first.")
     if head == "init":

@@ -31,6 +31,12 @@ SERVED_DRAFTER_FIELDS = (
 SCORE_FIELDS = ("vector_eps", "logit_scale")
 # The same of the drafter's in the files of others; ours state everything.
 FOREIGN_FIELDS = ("block_size", "num_target_layers", "rms_norm_eps", "vocab_size")
+# Published DSpark drafters: what they must state besides, what must be true if stated, what only training uses.
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
+DSPARK_FIELDS = ("markov_head_type", "target_layer_ids")
+DSPARK_CONDITIONS = ("confidence_head_with_markov", "enable_confidence_head", "sample_from_anchor")
+DSPARK_TRAINING_FIELDS = ("num_anchors",)
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 # Other names of the tapped layers, counted with the embeddings as number 0.
 SHIFTED_LAYER_FIELDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 # What other methods and variants state; with any of these set, the drafter computes something else than ours.
@@ -45,7 +51,13 @@ UNSUPPORTED_FIELDS = (
     "use_gemma_norm",
     "use_swa",
 )
-KNOWN_ARCHITECTURES = ("DFlashDraftModel", "DFlashModel", "LiLiCorrDraftModel", "MuseGlimmerAssistantModel")
+KNOWN_ARCHITECTURES = (
+    "DFlashDraftModel",
+    "DFlashModel",
+    "LiLiCorrDraftModel",
+    "MuseGlimmerAssistantModel",
+    DSPARK_ARCHITECTURE,
+)
 
 
 def capture_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -197,6 +209,12 @@ class LiLiCorrConfig(Qwen3Config):
         if self.context_window is not None and self.context_window < 1:
             raise ValueError(f"`context_window` must be at least 1 row, or `None` for all, got {self.context_window}.")
 
+    def validate_markov(self):
+        if self.markov_rank < 1:
+            raise ValueError(f"`markov_rank` must be at least 1, got {self.markov_rank}.")
+        if self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(f"`markov_head_type` is one of {MARKOV_HEAD_TYPES}, not {self.markov_head_type!r}.")
+
     def validate_taps(self):
         ids, n = self.target_layer_ids, self.num_target_layers
         if len(set(ids)) != len(ids):
@@ -232,7 +250,7 @@ class LiLiCorrConfig(Qwen3Config):
 
 
 def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """Any DFlash or LiLiCorr `config.json` as the keyword arguments of [`LiLiCorrConfig`]; ours come back unchanged.
+    """Any known `config.json` of a drafter as the keyword arguments of [`LiLiCorrConfig`]; ours come back unchanged.
 
     Served checkpoints say `model_type: qwen3` and nest the block fields under `dflash_config`; older ones put them at
     the top level, and write `rope_theta` or `rope_parameters`.
@@ -275,12 +293,29 @@ def read_foreign(flat: dict[str, Any], nested: dict[str, Any]) -> None:
                     f"config.json taps two sets of layers: `target_layer_ids` {flat['target_layer_ids']}, `{name}` "
                     f"{shifted}, which counts the embeddings and so means {ids}."
                 )
-    unset = [name for name in FOREIGN_FIELDS if flat.get(name) is None]
+    names = FOREIGN_FIELDS
+    if DSPARK_ARCHITECTURE in (flat.get("architectures") or ()):
+        read_dspark(flat)
+        names += DSPARK_FIELDS
+    unset = [name for name in names if flat.get(name) in (None, [])]
     if unset:
         raise ValueError(
             f"config.json does not state {unset}. They change drafts but no tensor shape, so they are never guessed: "
             "add what the drafter was trained with, or let `lilicorr convert --set NAME=VALUE` do so."
         )
+
+
+def read_dspark(flat: dict[str, Any]) -> None:
+    """Gives a published DSpark drafter the name of our class; raises for variants that the class cannot hold."""
+    others = {name: flat[name] for name in ("markov_rank", *DSPARK_CONDITIONS) if not flat.get(name, True)}
+    if others:
+        raise ValueError(
+            f"The checkpoint is of a DSpark variant that is not supported: it sets {others}. Take one trained to "
+            "predict from the anchor, with a Markov head and a confidence head that reads its embeddings."
+        )
+    for name in (*DSPARK_CONDITIONS, *DSPARK_TRAINING_FIELDS):
+        flat.pop(name, None)
+    flat["architectures"] = ["DSparkModel"]
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -293,7 +328,8 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
         raise ValueError(f"Architecture {unknown[0]!r} is another method; supported are {[*KNOWN_ARCHITECTURES]}.")
     if fields.get("causal") or fields.get("is_causal"):
         raise ValueError("Causal draft attention (`causal: true`) is not supported; blocks are bidirectional.")
-    others = {name: fields[name] for name in UNSUPPORTED_FIELDS if fields.get(name)}
+    dspark = DSPARK_CONDITIONS if DSPARK_ARCHITECTURE in (fields.get("architectures") or ()) else ()
+    others = {name: fields[name] for name in UNSUPPORTED_FIELDS if fields.get(name) and name not in dspark}
     for name, neutral in (("draft_vocab_size", fields.get("vocab_size")), ("output_multiplier", 1.0)):
         if fields.get(name, neutral) not in (None, neutral):
             others[name] = fields[name]

@@ -11,6 +11,18 @@ from .configuration_lilicorr import LiLiCorrConfig
 from .modeling_sequential import SequentialDraftModel
 
 
+# Modules of the head in published checkpoints -> ours, which are named as in nvidia-modelopt.
+PUBLISHED_MODULES = {
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "markov_head.gate_proj": "gate_proj",
+    "markov_head.joint_proj": "joint_proj",
+    "confidence_head.proj": "confidence_proj",
+}
+# Published with the drafter, too: frozen copies of the target's.
+TARGET_MODULES = ("embed_tokens", "lm_head")
+
+
 class DSparkModel(SequentialDraftModel):
     """
     A block drafter with DSpark's head. The anchor's row predicts, too: a block of `B` rows drafts `B` tokens.
@@ -20,6 +32,7 @@ class DSparkModel(SequentialDraftModel):
     """
 
     slot_rows = slice(None)
+    _keys_to_ignore_on_load_unexpected = [rf"^(model\.)?({'|'.join(TARGET_MODULES)})\."]
 
     def __init__(self, config: LiLiCorrConfig):
         super().__init__(config)
@@ -32,6 +45,16 @@ class DSparkModel(SequentialDraftModel):
         elif config.markov_head_type == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """As [`DFlashModel.from_pretrained`], of checkpoints as published (`Qwen3DSparkModel`) too."""
+        kwargs.setdefault("key_mapping", PUBLISHED_MODULES)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Else it would be saved under the names it was read from.
+        model._weight_conversions = []
+        return loaded
 
     @property
     def num_drafted(self) -> int:

@@ -237,7 +237,7 @@ def test_convolutions_go_where_they_are_known(tmp_path):
         (lambda f: f["dflash_config"].update(output_multiplier=0.5), "output_multiplier"),
         (lambda f: f.update(draft_vocab_size=8), "draft_vocab_size"),
         (lambda f: f.update(quantization_config={"quant_algo": "FP8"}), "quantization_config"),
-        (lambda f: f.update(architectures=["Qwen3DSparkModel"]), "Qwen3DSparkModel"),
+        (lambda f: f.update(architectures=["Qwen3OmniDSparkModel"]), "Qwen3OmniDSparkModel"),
     ],
 )
 def test_what_would_draft_otherwise_is_refused(ours, tmp_path, edit, words):
