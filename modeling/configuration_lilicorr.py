@@ -293,7 +293,7 @@ def read_foreign(flat: dict[str, Any], nested: dict[str, Any]) -> None:
                     f"config.json taps two sets of layers: `target_layer_ids` {flat['target_layer_ids']}, `{name}` "
                     f"{shifted}, which counts the embeddings and so means {ids}."
                 )
-    names = FOREIGN_FIELDS
+    names = [*FOREIGN_FIELDS]
     if DSPARK_ARCHITECTURE in (flat.get("architectures") or ()):
         read_dspark(flat)
         names += DSPARK_FIELDS

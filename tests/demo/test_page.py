@@ -99,6 +99,16 @@ def test_link_opens_an_example_at_a_block(visit, expect):
     expect(page.locator(".slider.block .caption")).to_have_text(re.compile("Block 3 of"))
 
 
+def test_link_is_copied_for_the_block_on_show(visit, expect):
+    page = visit("example=smollm2&block=3")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.locator(".say")).to_have_text("Link copied.")
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link == page.url.partition("?")[0] + "?example=smollm2&block=3"
+    page.context.clear_permissions()
+
+
 def test_step_slider_walks(visit, expect):
     page = visit()
     slider = step_slider(page)

@@ -25,10 +25,8 @@ def publish(model, folder):
     """As DeepSpec writes it: the target's config and tables copied, the drafter's fields at the top level."""
     config, folder = model.config, folder / "published"
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    names += "vocab_size max_position_embeddings layer_types rms_norm_eps hidden_act initializer_range attention_bias "
-    names += (
-        "attention_dropout block_size mask_token_id target_layer_ids num_target_layers markov_rank markov_head_type"
-    )
+    names += "vocab_size max_position_embeddings layer_types rms_norm_eps hidden_act attention_bias attention_dropout "
+    names += "block_size mask_token_id target_layer_ids num_target_layers markov_rank markov_head_type"
     fields = {name: getattr(config, name) for name in names.split()} | {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
