@@ -50,7 +50,7 @@ def test_generate_prints_where_texts_part_and_how_close_it_was(smollm2, monkeypa
     report = json.loads(lilicorr(*arguments, "--json").stdout)
     parted = report["divergence"]
     assert not report["identical"] and parted["index"] == 2 and parted["assisted"] == parted["plain"] + 1
-    assert parted["gap"] >= 0 and parted["limit"] == pytest.approx(0.5)
+    assert parted["gap"] >= 0 and parted["limit"] == pytest.approx(1.0)
     table = lilicorr(*arguments).output
     assert "token 3" in table and f"{parted['gap']:.1e}" in table
 
