@@ -61,14 +61,15 @@ def commands(code: str) -> list[list[str]]:
 
 
 def options_of(name: str) -> set[str]:
-    """What a subcommand understands: its own parser's options, or those its help text names."""
+    """What a subcommand understands: its own parser's options, or those its help text names; a study trains, too."""
     command = typer.main.get_command(app).commands[name]
     own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     if own:
         return own
     with contextlib.suppress(SystemExit):
         result = CliRunner().invoke(app, [name, "--help"])
-    return set(re.findall(r"--[\w-]+", result.output))
+    passed_on = options_of("train") if name == "study" else set()
+    return passed_on | set(re.findall(r"--[\w-]+", result.output))
 
 
 @pytest.mark.parametrize("page", PAGES)
