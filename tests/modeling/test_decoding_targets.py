@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from calls import GREEDY
+from calls import GREEDY, static_takes_back
 from tiny import Oracle, tiny_assistant, tiny_target
 from transformers import CompileConfig, StoppingCriteria
 
@@ -64,6 +64,7 @@ def test_compiled():
     assert_same(target)
 
 
+@static_takes_back
 def test_compiled_passes_have_one_width():
     """Compiled by transformers' own arguments, for a static cache: once, whatever is left to draft at the end."""
     target, assistant = tiny_target("llama"), tiny_assistant(0, Oracle)
@@ -85,6 +86,7 @@ def test_compiled_passes_have_one_width():
     assert len(graphs) == 1
 
 
+@static_takes_back
 def test_compiled_by_generate_itself():
     """As it does on accelerators where the cache has a fixed size."""
     config = CompileConfig(backend="eager", fullgraph=False, mode=None)
