@@ -32,6 +32,7 @@ from .step import (
     drafter_weights,
     in_chunks,
     masked_mean,
+    note_prefixes,
     slot_labels,
     slot_states,
 )
@@ -171,10 +172,8 @@ def training_loss(
         add_head_terms(step, objective, share, tables, batch, *terms, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
         clock.mark("head")
-    for name, hit in hits.items():
-        step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
+    note_prefixes(step, hits, complete)
     step.metrics["coverage"] = masked_mean(hits["oracle"], labels.supervised & complete.unsqueeze(-1))
-    step.metrics["complete_blocks"] = complete.sum()
     return step
 
 

@@ -24,7 +24,7 @@ from .step import (
     drafter_total,
     drafter_weights,
     in_chunks,
-    masked_mean,
+    note_prefixes,
     slot_states,
 )
 
@@ -154,8 +154,6 @@ def sequential_loss(
         step.loss = sum((DSPARK_WEIGHTS[name] * term for name, term in terms.items()), step.loss) * scale
         step.parts |= {name: term.detach() * scale for name, term in terms.items()}
     step.parts["dflash"] = losses.block_loss(predictions.base_cross_entropy, weights).detach()
-    complete = labels.supervised.all(dim=-1)
-    for name, hit in (("top1", predictions.base_hit), ("selected", predictions.hit)):
-        step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
-    step.metrics["complete_blocks"] = complete.sum()
+    hits = {"top1": predictions.base_hit, "selected": predictions.hit}
+    note_prefixes(step, hits, labels.supervised.all(dim=-1))
     return step

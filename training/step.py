@@ -177,5 +177,18 @@ def in_chunks(
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
+def note_prefixes(step: StepLoss, hits: dict[str, torch.Tensor], complete: torch.Tensor) -> None:
+    """Adds to a step's metrics how many slots each way to draft would have accepted: means over complete blocks.
+
+    Args:
+        step ([`StepLoss`]): changed in place.
+        hits (`dict` of `torch.BoolTensor` of shape `[b, N, S]`): by the way's name, where it is right.
+        complete (`torch.BoolTensor` of shape `[b, N]`): blocks that are supervised whole.
+    """
+    for name, hit in hits.items():
+        step.metrics[f"{name}_prefix"] = masked_mean(losses.prefix_length(hit), complete)
+    step.metrics["complete_blocks"] = complete.sum()
+
+
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values.float() * mask).sum() / mask.sum().clamp(min=1)
