@@ -9,7 +9,6 @@ import argparse
 import multiprocessing
 import shlex
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -34,8 +33,18 @@ from .trainer import LiLiCorrTrainer
 
 
 STUDIES = Path(__file__).parent / "configs" / "studies"
-# In a system's folder: how many parts of its run are over.
-PARTS = "parts.txt"
+# In a system's folder: which share of its run is over.
+SHARE = "share.txt"
+# Runs are evaluated, on held-out rows, and saved where their parts end.
+OPTIONS = {
+    "eval_strategy": "no",
+    "eval_prompts": 0,
+    "save_strategy": "no",
+    "save_total_limit": 1,
+    "metric_for_best_model": "top1_prefix",
+}
+# What evaluation calls the slots accepted by each way to draft, and the table's heads for them.
+PREFIXES = {"eval_top1_prefix": "argmax", "eval_selected_prefix": "head", "eval_oracle_prefix": "oracle"}
 console, errors = Console(), Console(stderr=True)
 
 
@@ -64,16 +73,16 @@ class Study:
         given = {name: value for name, value in options.items() if value is not None}
         return [*to_argv(given), *more, "--output_dir", str(self.folder(system))]
 
-    def parts_done(self, system: str) -> int:
-        record = self.folder(system) / PARTS
-        return int(record.read_text()) if record.is_file() else 0
+    def share_done(self, system: str) -> float:
+        record = self.folder(system) / SHARE
+        return float(record.read_text()) if record.is_file() else 0.0
 
 
 def read_study(name: str, output_dir: Path) -> Study:
     """A YAML file with `shared` and `systems`, or one that comes with the package by its name.
 
     Raises:
-        `ValueError`: if it says nothing else than that, or anything else.
+        `ValueError`: if it does not hold just these two.
     """
     path = named_file(name, STUDIES)
     settings = yaml.safe_load(path.read_text())
@@ -83,7 +92,7 @@ def read_study(name: str, output_dir: Path) -> Study:
     # Read here, so that a study can take an option out of a recipe: null stands for none.
     recipe = yaml.safe_load(named_file(shared.pop("config")).read_text()) if "config" in shared else {}
     systems = {system: options or {} for system, options in settings["systems"].items()}
-    return Study(path.stem, recipe | shared, systems, output_dir)
+    return Study(path.stem, recipe | OPTIONS | shared, systems, output_dir)
 
 
 class StopAt(TrainerCallback):
@@ -97,19 +106,19 @@ class StopAt(TrainerCallback):
             control.should_training_stop = control.should_save = control.should_evaluate = True
 
 
-def train_part(argv: list[str], part: int, parts: int, threads: int) -> None:
-    """Goes on with a system's run to the end of its part `part` of `parts`; what it prints goes to `log.txt`."""
+def train_part(argv: list[str], share: float, threads: int) -> None:
+    """Goes on with a system's run until that share of it is over; what it prints goes to `log.txt`."""
     torch.set_num_threads(threads)
     arguments = parse_arguments(argv)
     folder = Path(str(arguments[2].output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         trainer = new_trainer(*arguments, command=shlex.join(["lilicorr", "train", *argv]))
-        trainer.add_callback(StopAt(trainer, part / parts))
+        trainer.add_callback(StopAt(trainer, share))
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
         trainer.save_model()
         trainer.close()
-    (folder / PARTS).write_text(str(part))
+    (folder / SHARE).write_text(repr(share))
 
 
 def check_equal_budgets(study: Study, more: list[str]) -> None:
@@ -143,23 +152,16 @@ def train_in_turns(study: Study, more: list[str], parts: int, jobs: int, minutes
     with pool, Progress(TextColumn("parts"), BarColumn(), MofNCompleteColumn(), *clocks, console=errors) as bar:
         task = bar.add_task("parts", total=parts * len(study.systems))
         for part in range(1, parts + 1):
-            due = [system for system in study.systems if study.parts_done(system) < part]
+            share = part / parts
+            due = [system for system in study.systems if study.share_done(system) < share]
             bar.advance(task, len(study.systems) - len(due))
-            waiting = [pool.submit(train_part, study.argv(system, more), part, parts, threads) for system in due]
+            waiting = [pool.submit(train_part, study.argv(system, more), share, threads) for system in due]
             for training in waiting:
                 training.result()
                 bar.advance(task)
             if due and part < parts and minutes is not None and time.monotonic() - start > 60 * minutes:
                 return False
     return True
-
-
-NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "eval_top1_prefix": ("argmax", lambda value: f"{1 + value:.3f}"),
-    "eval_selected_prefix": ("head", lambda value: f"{1 + value:.3f}"),
-    "eval_oracle_prefix": ("oracle", lambda value: f"{1 + value:.3f}"),
-    "eval_coverage": ("coverage@K", lambda value: f"{value:.1%}"),
-}
 
 
 def training_table(study: Study) -> Table:
@@ -169,9 +171,10 @@ def training_table(study: Study) -> Table:
         history = read_history(study.folder(system))
         seen = read_record(study.folder(system))["progress"]
         last = {name: value for row in history for name, value in row.items()}
-        numbers = [words(last[name]) if name in last else "–" for name, (_, words) in NUMBERS.items()]
-        rows.append([system, str(seen["steps"]), f"{seen['blocks']:,}", f"{seen['hours']:.2f}", *numbers])
-    header = ["system", "steps", "blocks", "hours", *(title for title, _ in NUMBERS.values())]
+        lengths = [f"{1 + last[name]:.3f}" if name in last else "–" for name in PREFIXES]
+        coverage = f"{last['eval_coverage']:.1%}" if "eval_coverage" in last else "–"
+        rows.append([system, str(seen["steps"]), f"{seen['blocks']:,}", f"{seen['hours']:.2f}", *lengths, coverage])
+    header = ["system", "steps", "blocks", "hours", *PREFIXES.values(), "coverage@K"]
     note = "Acceptance length on the rows held out, where every block stands behind the target's own tokens."
     return Table("Training", header, rows, note)
 
@@ -199,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     study = read_study(args.study, args.output_dir or Path("runs") / Path(args.study).stem)
     check_equal_budgets(study, more)
     complete = train_in_turns(study, more, args.parts, args.jobs, args.minutes)
-    if all(study.parts_done(system) for system in study.systems):
+    if all(study.share_done(system) for system in study.systems):
         table = training_table(study)
         console.print(table.rich())
         if args.page is not None:

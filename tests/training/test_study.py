@@ -30,9 +30,6 @@ def study_file(tokenizer, tmp_path, monkeypatch):
         max_anchors=4,
         held_out=0.3,
         max_hours=8.0,
-        eval_strategy="no",
-        save_strategy="no",
-        metric_for_best_model="top1_prefix",
         use_cpu=True,
         report_to="none",
     )
