@@ -65,6 +65,12 @@ def test_recorded_blocks_of_the_shipped_weights(smollm2, blocks, monkeypatch, bf
             torch.testing.assert_close(actual, expected[name], atol=tolerance, rtol=tolerance)
 
 
+def assert_parts_at_ties_alone(model, inputs, plain, assisted):
+    """Of token ids, those of `assisted` are those of `plain`, but for what follows a tie."""
+    divergence = first_divergence(model, inputs["input_ids"], plain, assisted)
+    assert divergence is None or divergence.is_tie, divergence
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_equals_plain_generate(smollm2, prompt):
     model, tokenizer, assistant = smollm2
@@ -72,8 +78,7 @@ def test_greedy_text_equals_plain_generate(smollm2, prompt):
     options = {"max_new_tokens": 48, "do_sample": False}
     plain = run_generate(model, inputs, **options)
     assisted = run_generate(model, inputs, assistant_model=assistant, **options)
-    divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, assisted.token_ids)
-    assert divergence is None or divergence.is_tie, divergence
+    assert_parts_at_ties_alone(model, inputs, plain.token_ids, assisted.token_ids)
     assert assisted.recording.tau > 1.0 and assisted.target_passes < plain.target_passes
 
 
@@ -87,8 +92,7 @@ def test_greedy_text_with_trees_equals_plain_generate(smollm2, prompt):
         run_generate(model, inputs, custom_generate=lilicorr_hf.block_decoding(assistant, tree_budget=n), **options)
         for n in (0, 32)
     )
-    divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, trees.token_ids)
-    assert divergence is None or divergence.is_tie, divergence
+    assert_parts_at_ties_alone(model, inputs, plain.token_ids, trees.token_ids)
     assert trees.recording.tau > chains.recording.tau
 
 
@@ -100,8 +104,7 @@ def test_bf16_text_parts_at_ties_alone():
         options = {"max_new_tokens": 24, "do_sample": False}
         plain = run_generate(model, inputs, **options)
         assisted = run_generate(model, inputs, assistant_model=assistant, **options)
-        divergence = first_divergence(model, inputs["input_ids"], plain.token_ids, assisted.token_ids)
-        assert divergence is None or divergence.is_tie, divergence
+        assert_parts_at_ties_alone(model, inputs, plain.token_ids, assisted.token_ids)
         assert assisted.target_passes < plain.target_passes
 
 
@@ -118,8 +121,7 @@ def test_an_adapter_on_the_real_target(smollm2):
             with mode():
                 plain = run_generate(adapted, inputs, **options).token_ids
                 assisted = run_generate(adapted, inputs, assistant_model=assistant, **options).token_ids
-                divergence = first_divergence(adapted, inputs["input_ids"], plain, assisted)
-                assert divergence is None or divergence.is_tie, divergence
+                assert_parts_at_ties_alone(adapted, inputs, plain, assisted)
             texts.append(plain)
     finally:
         adapted.unload()
