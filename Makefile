@@ -60,14 +60,14 @@ VARIANTS := lilicorr lilicorr:adaptive_draft=true argmax lilicorr:walk=viterbi l
 LONG := lilicorr lilicorr:yarn=1024 lilicorr:context_window=1024 argmax
 ALL := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32 transformers-dflash prompt-lookup
 benchmark: setup
-	$(call run,greedy,25) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
-	$(call run,bf16,15) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,sets,15) --limit 10 $(DATA)
+	$(call run,greedy,27) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
+	$(call run,bf16,16) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
+	$(call run,sets,11) --limit 10 $(DATA)
 	$(call run,sampling,12) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
 	$(call run,concurrency,10) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
 	$(call run,lengths,15) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
-	$(call run,ablations,8) $(addprefix --system ,$(VARIANTS)) $(FEW)
+	$(call run,ablations,9) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200
