@@ -87,7 +87,8 @@ def is_watched(module: nn.Module) -> bool:
 
 @functools.cache
 def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies in bf16 itself; where it does not, a product takes eight times as long as in fp32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-__all__ = ["DraftProduct", "is_watched", "multiplies_in_bf16"]
+__all__ = ["DraftProduct", "cpu_has_bf16", "is_watched", "multiplies_in_bf16"]

@@ -196,8 +196,8 @@ class DFlashPreTrainedModel(Qwen3PreTrainedModel):
         if found:
             raise ValueError(
                 f"{str(pretrained_model_name_or_path)!r} is not a {cls.__name__} checkpoint: {found}. A plain drafter "
-                "loads as `DFlashModel`, or with `init_head=True` to train a head on it; `lilicorr convert` knows "
-                "the names that other engines give to tensors."
+                "loads as `DFlashModel`, or with `init_head=True` to train a head on it, as `lilicorr train "
+                "--drafter` does; `lilicorr convert` knows the names that other engines give to tensors."
             )
         return (model, info) if wants_info else model
 

@@ -8,20 +8,21 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from .options import changed, option
+from .options import changed, fast_dtype, option
 from .step import Objective
 
 
 @dataclass
 class ModelArguments:
-    """The pair: a target and the drafter to train for it. The geometry applies to a new drafter only."""
+    """The pair: a target and the drafter to train for it. The geometry is that of what is new: both, or the head."""
 
     target: str = option("smollm2-135m", "A name `lilicorr fetch-target` knows, a path or a Hub id.")
-    assistant: str | None = option(None, "Checkpoint to go on from; nothing for a new drafter.")
+    assistant: str | None = option(None, "Checkpoint to go on from.")
+    drafter: str | None = option(None, "Checkpoint whose drafter to go on from, under a new head.")
     method: Literal["lilicorr", "dflash", "domino", "dspark", "dflash2"] = option(
         "lilicorr", "The head on the drafter; dflash for none."
     )
-    target_dtype: str = option("bfloat16", "Type of the frozen target's weights.")
+    target_dtype: str = option(fast_dtype(), "Type of the frozen target's weights.")
     block_size: int = option(8, "Positions of a block, anchor included.")
     mask_token_id: int | None = option(None, "An unused token of the target's vocabulary; required for a new drafter.")
     num_layers: int = option(3, "Drafter layers.")
@@ -62,13 +63,13 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the objective of the paper and a learning rate of its own for the head.
 
     Changed defaults: `learning_rate` 6e-4, cosine schedule with 4% warm-up, `max_grad_norm` 1, bf16 compute with fp32
-    weights, `weight_decay` 0 for the drafter.
+    weights (fp32 on CPUs that are slow in bf16), `weight_decay` 0 for the drafter.
     """
 
     learning_rate: float = option(6e-4, "Of the drafter.")
     lr_scheduler_type: str = option("cosine", "Schedule of both learning rates.")
     warmup_steps: float = option(0.04, "Warm-up steps, or their share of all steps if below 1.")
-    bf16: bool = option(True, "Compute in bf16 over fp32 weights.")
+    bf16: bool = option(fast_dtype() == "bfloat16", "Compute in bf16 over fp32 weights.")
     ddp_find_unused_parameters: bool | None = option(False, "Every trained parameter has a gradient in every step.")
     remove_unused_columns: bool = option(False, "Every column is used.")
     head_learning_rate: float = option(1.5e-4, "Of the head.")

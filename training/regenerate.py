@@ -47,7 +47,7 @@ from .conversations import (
     read_conversations,
     read_jsonl,
 )
-from .options import option
+from .options import fast_dtype, option
 from .server import ServerArguments, ServerTarget
 
 
@@ -69,7 +69,7 @@ class RegenerateArguments(ServerArguments):
     exclude: list[str] | None = option(None, "JSONL(.gz) files; rows whose `id` occurs in one are left out.")
     cohort_size: int = option(320, "Most conversations decoded, and written, together.")
     cohort_tokens: int = option(65_536, "Most padded prompt tokens of a cohort; bounds the memory of its prefill.")
-    dtype: str = option("bfloat16", "Type of the weights: bfloat16, float16 or float32.")
+    dtype: str = option(fast_dtype(), "Type of the weights: bfloat16, float16 or float32.")
     device: str | None = option(None, "Where to run the target; by default a GPU if there is one.")
 
     def __post_init__(self) -> None:

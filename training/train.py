@@ -33,6 +33,16 @@ ARGUMENTS = (ModelArguments, DataArguments, LiLiCorrTrainingArguments)
 CONFIGS = Path(__file__).parent / "configs"
 # Blocks of a held-out row.
 HELD_OUT_ANCHORS = 16
+HEAD_GEOMETRY = (
+    "candidate_topk",
+    "head_hidden_size",
+    "head_num_layers",
+    "head_num_heads",
+    "factor_dim",
+    "logit_scale",
+    "vector_eps",
+)
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
 METHODS: dict[str, type[DFlashModel]] = {
     "lilicorr": LiLiCorrDraftModel,
     "dflash": DFlashModel,
@@ -111,28 +121,36 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
         num_target_layers=text.num_hidden_layers,
         # Goes to the Hub with the config, where a folder of this machine means nothing.
         target_name_or_path=hub_id(args.target) or Path(args.target).name,
-        candidate_topk=args.candidate_topk,
-        head_hidden_size=args.head_hidden_size,
-        head_num_layers=args.head_num_layers,
-        head_num_heads=args.head_num_heads,
-        factor_dim=args.factor_dim,
-        logit_scale=args.logit_scale,
-        vector_eps=args.vector_eps,
-        conv_kernel_size=args.conv_kernel_size,
-        conv_group_size=args.conv_group_size,
+        **{name: getattr(args, name) for name in (*HEAD_GEOMETRY, *CONVOLUTIONS)},
     )
 
 
 def load_model(args: ModelArguments, target: PreTrainedModel) -> tuple[DFlashModel, set[str]]:
-    """The model to train in fp32, a checkpoint to go on from or a new one, and names of the tensors that are new."""
+    """The model to train in fp32, and the names of its tensors that no checkpoint brought.
+
+    Raises:
+        `ValueError`: for both a checkpoint and one of the drafter alone; as [`DFlashPreTrainedModel.from_pretrained`].
+    """
     model_class = METHODS[args.method]
-    if args.assistant is None:
+    if args.assistant is not None and args.drafter is not None:
+        raise ValueError("Give `assistant`, to go on with a checkpoint, or `drafter`, for a new head on its drafter.")
+    if args.assistant is not None:
+        return model_class.from_pretrained(resolve_assistant(args.assistant), dtype=torch.float32), set()
+    if args.drafter is None:
         model = model_class(new_config(args, target.config))
         return model, set(model.state_dict())
-    model, info = model_class.from_pretrained(
-        resolve_assistant(args.assistant), dtype=torch.float32, init_head=True, output_loading_info=True
-    )
-    return model, set(info["missing_keys"])
+    drafter = DFlashModel.from_pretrained(resolve_assistant(args.drafter), dtype=torch.float32)
+    model = model_class(with_new_head(drafter.config, args))
+    model.load_state_dict(drafter.state_dict(), strict=False)
+    return model, model.state_dict().keys() - drafter.state_dict().keys()
+
+
+def with_new_head(config: LiLiCorrConfig, args: ModelArguments) -> LiLiCorrConfig:
+    """A drafter's configuration, with the head that the arguments describe and convolutions, should it have none."""
+    added = HEAD_GEOMETRY if config.conv_kernel_size else (*HEAD_GEOMETRY, *CONVOLUTIONS)
+    # The drafter's rows predict their own slots; Domino's head goes on with that.
+    changes = {name: getattr(args, name) for name in added} | {"shift_label": False}
+    return LiLiCorrConfig.from_dict(config.to_dict() | changes)
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
