@@ -119,8 +119,7 @@ def new_config(args: ModelArguments, target: PreTrainedConfig) -> LiLiCorrConfig
         mask_token_id=args.mask_token_id,
         target_layer_ids=args.target_layer_ids or [],
         num_target_layers=text.num_hidden_layers,
-        # Goes to the Hub with the config, where a folder of this machine means nothing.
-        target_name_or_path=hub_id(args.target) or Path(args.target).name,
+        target_name_or_path=public_name(args.target),
         **{name: getattr(args, name) for name in (*HEAD_GEOMETRY, *CONVOLUTIONS)},
     )
 
@@ -150,7 +149,14 @@ def with_new_head(config: LiLiCorrConfig, args: ModelArguments) -> LiLiCorrConfi
     added = HEAD_GEOMETRY if config.conv_kernel_size else (*HEAD_GEOMETRY, *CONVOLUTIONS)
     # The drafter's rows predict their own slots; Domino's head goes on with that.
     changes = {name: getattr(args, name) for name in added} | {"shift_label": False}
+    # Drafters published by others do not say.
+    changes["target_name_or_path"] = config.target_name_or_path or public_name(args.target)
     return LiLiCorrConfig.from_dict(config.to_dict() | changes)
+
+
+def public_name(target: str) -> str:
+    """What a target is called in a config, which goes to the Hub, where a folder of this machine means nothing."""
+    return hub_id(target) or Path(target).name
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
