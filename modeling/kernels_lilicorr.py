@@ -3,15 +3,23 @@
 
 | kernel | stands for | reads |
 |---|---|---|
-| [`topk_logsumexp`] | [`topk_logsumexp_reference`] | the logits once |
+| [`fused_candidate_pool`] | [`candidate_pool`] | the logits once |
 | [`fused_greedy_walk`] | [`greedy_walk`] | `S` rows of `K` scores |
 | [`fused_viterbi_path`] | [`viterbi_path`] | all scores once |
+
+[`with_kernel`] puts each in its place. None waits for the device or tunes itself, so that one which has run before can
+be recorded in a CUDA graph.
 
 Shapes: `*` any leading dimensions, `S` slots, `K` candidates of a slot, a power of two up to 16, `V` vocabulary. With
 `TRITON_INTERPRET=1` in the environment before Triton is imported they run on a CPU, slowly.
 """
 
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+from transformers.utils import logging
 
 
 try:
@@ -20,34 +28,83 @@ try:
 except ImportError:  # Triton comes with builds of torch for GPUs.
     triton = None
 
+logger = logging.get_logger(__name__)
+
+# Where kernels take the place of their references.
+DEVICES = {"cuda"}
+# Kernels that could not be had.
+UNAVAILABLE: set[Callable] = set()
 LARGEST_K = 16
 CHUNK = 4096
-# Larger than any token id.
-NO_ID = 1 << 30
+Reference = TypeVar("Reference", bound=Callable)
 
 
 def kernels_available(device: torch.device, k: int) -> bool:
     """Whether the kernels take tensors on `device` with `k` candidates a slot."""
-    fits = 1 <= k <= LARGEST_K and k & (k - 1) == 0
-    return triton is not None and fits and (device.type == "cuda" or triton.knobs.runtime.interpret)
+    return triton is not None and is_served(k) and (device.type == "cuda" or triton.knobs.runtime.interpret)
 
 
-def topk_logsumexp_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `k` best of each row, and the normaliser of its softmax, in fp32.
+def is_served(k: int) -> bool:
+    return 1 <= k <= LARGEST_K and k & (k - 1) == 0
+
+
+def kernels_apply(k: int, *tensors: torch.Tensor) -> bool:
+    """Whether kernels take the place of their references: on tensors of one GPU, with a `k` they take, unless a
+    gradient is wanted. `torch.compile` fuses the references itself."""
+    return (
+        tensors[0].device.type in DEVICES
+        and kernels_available(tensors[0].device, k)
+        and all(x.device == tensors[0].device and x.shape[-1] >= k for x in tensors)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )
+
+
+def with_kernel(kernel: Callable) -> Callable[[Reference], Reference]:
+    """Decorates the reference of a kernel, which stays its `__wrapped__`: the kernel runs where [`kernels_apply`].
+
+    One that cannot be compiled or launched gives way to the reference for good, with one warning that says why.
+    """
+
+    def decorate(reference: Reference) -> Reference:
+        @functools.wraps(reference)
+        def dispatch(*args, **kwargs):
+            if torch.compiler.is_compiling() or kernel in UNAVAILABLE:
+                return reference(*args, **kwargs)
+            given = [*args, *kwargs.values()]
+            tensors = [x for x in given if isinstance(x, torch.Tensor)]
+            k = next((x for x in given if isinstance(x, int)), tensors[0].shape[-1])
+            if not kernels_apply(k, *tensors):
+                return reference(*args, **kwargs)
+            try:
+                # Triton launches on the current device, whatever holds the tensors.
+                with torch.cuda.device_of(tensors[0]):
+                    return kernel(*args, **kwargs)
+            except Exception as error:  # Whatever a compiler or a driver raises, the text must go on.
+                logger.warning(f"{kernel.__name__} cannot be had here and gives way to its reference: {error!r:.500}")
+                UNAVAILABLE.add(kernel)
+                return reference(*args, **kwargs)
+
+        return dispatch  # type: ignore[return-value]
+
+    return decorate
+
+
+def fused_candidate_pool(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`candidate_pool`] by [`topk_logsumexp`]; of equal logits the lowest id comes first."""
+    values, ids, normaliser = topk_logsumexp(logits, k)
+    return ids, values - normaliser.unsqueeze(-1)
+
+
+def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `k` best of each row and the normaliser of its softmax, in fp32.
+
+    Two launches, the first of which reads the logits and the second a few KB.
 
     Args:
         logits (`torch.Tensor` of shape `[*, V]`).
 
     Returns:
         values `[*, k]` in descending order, their ids `[*, k]`, of equal values the lowest first, and logsumexp `[*]`.
-    """
-    logits = logits.float()
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k].contiguous(), ids[..., :k].contiguous(), logits.logsumexp(dim=-1)
-
-
-def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`topk_logsumexp_reference`] in two launches, the first of which reads the logits and the second a few KB.
 
     Raises:
         `ValueError`: for a `k` that is no power of two up to 16, or more than there are logits.
@@ -95,7 +152,7 @@ def _launch_path(kernel, start_scores: torch.Tensor, pair_scores: torch.Tensor, 
 
 
 def check_k(k: int) -> None:
-    if not 1 <= k <= LARGEST_K or k & (k - 1):
+    if not is_served(k):
         raise ValueError(f"The kernels take a power of two up to {LARGEST_K} candidates a slot, got {k}.")
 
 
@@ -199,9 +256,11 @@ if triton is not None:
 
 
 __all__ = [
+    "fused_candidate_pool",
     "fused_greedy_walk",
     "fused_viterbi_path",
+    "kernels_apply",
     "kernels_available",
     "topk_logsumexp",
-    "topk_logsumexp_reference",
+    "with_kernel",
 ]

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
+from .kernels_lilicorr import fused_candidate_pool, fused_greedy_walk, fused_viterbi_path, with_kernel
+
 
 @dataclass
 class Lattice(ModelOutput):
@@ -37,6 +39,7 @@ class Lattice(ModelOutput):
     walk: torch.Tensor | None = None
 
 
+@with_kernel(fused_candidate_pool)
 def candidate_pool(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` best tokens of each slot, best first, and their log-probabilities over the whole vocabulary in fp32.
 
@@ -99,6 +102,7 @@ def conditional_scores(pair_scores: torch.Tensor, index: torch.Tensor) -> torch.
     return pair_scores.gather(-2, row).squeeze(-2)
 
 
+@with_kernel(fused_greedy_walk)
 def greedy_walk(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
     """Equation 8: each slot takes the candidate that best follows the one before it; ties go to the lower index.
 
@@ -177,6 +181,7 @@ def processed_walk(
     return path, torch.stack(proposal, dim=-2) if proposal else None
 
 
+@with_kernel(fused_viterbi_path)
 def viterbi_path(start_scores: torch.Tensor, pair_scores: torch.Tensor) -> torch.Tensor:
     """The path with the greatest sum of scores, exactly, in O(S K^2); it decodes worse than the walk (appendix E).
 
