@@ -4,6 +4,7 @@
 Shapes: `b` rows, `n` cached positions, called columns, of which a layer with a window holds the last ones only.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ def check_cache(cache: Cache | None, before_prefill: bool) -> None:
             )
 
 
-def fixed_layers(cache: Cache) -> list[StaticLayer]:
-    """Layers that hold a fixed number of columns."""
-    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+def columns_left(cache: Cache) -> float:
+    """How many more columns fit into a cache; infinity if its layers grow."""
+    layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return min((layer.max_cache_len - int(layer.get_seq_length()) for layer in layers), default=math.inf)
 
 
 def rows_can_be_moved(cache: Cache) -> bool:
@@ -75,4 +77,4 @@ def stop_recording_past(cache: Cache) -> None:
             layer.record_past = False
 
 
-__all__ = ["CACHE", "check_cache", "fixed_layers", "rows_can_be_moved", "select_columns", "stop_recording_past"]
+__all__ = ["CACHE", "check_cache", "columns_left", "rows_can_be_moved", "select_columns", "stop_recording_past"]

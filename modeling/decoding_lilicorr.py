@@ -20,10 +20,10 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .cache_lilicorr import CACHE, check_cache, fixed_layers, rows_can_be_moved, select_columns, stop_recording_past
+from .cache_lilicorr import CACHE, check_cache, columns_left, rows_can_be_moved, select_columns, stop_recording_past
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
-from .lanes_lilicorr import Lane, Returned, row_processors
+from .lanes_lilicorr import Lane, Returned, leap, row_processors
 from .linears_lilicorr import PACKED_ROWS, packed_linears
 from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
 
@@ -109,6 +109,7 @@ class BlockDecoder:
         else:
             lane = Lane(input_ids, logits_processor, stopping_criteria, generation_config, streamer, self.returned)
             self.all_lanes = [lane]
+        self.leaps = all(lane.leaps for lane in self.all_lanes) and not self.drafting.tree_budget
         # Those not done yet.
         self.lanes = self.all_lanes
 
@@ -165,15 +166,15 @@ class BlockDecoder:
         check_cache(self.cache, before_prefill=False)
         # Not before: while a layer with a window records, the whole prompt would stay in it.
         self.cache.activate_past_recording()
-        self.fixed_layers = fixed_layers(self.cache)
+        # Counted from here on, as a cache of fixed size tells its length by a tensor in every layer.
+        self.room = columns_left(self.cache)
         self.kwargs = self.target._update_model_kwargs_for_generation(outputs, self.kwargs)
         # Compiled where plain decoding would be; the prompt's pass never is.
         compiled = self.target._valid_auto_compile_criteria(self.kwargs, self.config)
         self.forward = self.target.get_compiled_call(self.config.compile_config) if compiled else self.target
         self.returned.add_prefill(outputs)
         self.drafting.read(outputs, mask=self.kwargs.get("attention_mask"))
-        for lane, logits in zip(self.lanes, outputs.logits[:, -1:].split(self.lane_sizes()), strict=True):
-            lane.verify(logits)
+        self.take(outputs.logits[:, -1:], ids[:, :0])
         self.retire()
 
     def read_prompt(self, ids: torch.Tensor) -> Any:
@@ -204,15 +205,12 @@ class BlockDecoder:
 
     def decode_block(self) -> None:
         """Draft, one pass of the target, and as many tokens as it agrees with and one more."""
-        draft_ids, parents, proposal_logits = self.draft()
+        draft_ids, parents, proposal_logits, finite = self.draft()
         drafted, sizes = draft_ids.shape[1], self.lane_sizes()
         before = [lane.length for lane in self.lanes]
         outputs = self.verify(draft_ids, parents)
-        parts = (outputs.logits, draft_ids, proposal_logits, parents)
-        split = [[None] * len(sizes) if part is None else part.split(sizes) for part in parts]
         try:
-            for lane, *of_lane in zip(self.lanes, *split, strict=True):
-                lane.verify(*of_lane)
+            self.take(outputs.logits, draft_ids, proposal_logits, parents, finite)
         finally:
             # Also after an exception in a callback: the cache may be the caller's, and holds verified tokens only.
             counts = [lane.length - n for lane, n in zip(self.lanes, before, strict=True)]
@@ -225,22 +223,42 @@ class BlockDecoder:
             self.drafting.read(outputs, [n for n, size in zip(counts, sizes, strict=True) for _ in range(size)])
         self.retire()
 
-    def draft(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Drafted ids `[b, d]`, their parents `[b, d]` in a tree, and what they were drawn from, `[b, d, V]`."""
+    def take(
+        self,
+        logits: torch.Tensor,
+        draft_ids: torch.Tensor,
+        proposal_logits: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+        finite: torch.Tensor | None = None,
+    ) -> None:
+        """Hands lanes their rows of a pass, and lets them take as many tokens as they agree with and one more."""
+        if self.leaps:
+            return self.drafting.heed(leap(self.lanes, logits, draft_ids, finite))
+        sizes = self.lane_sizes()
+        parts = (logits, draft_ids, proposal_logits, parents)
+        split = [[None] * len(sizes) if part is None else part.split(sizes) for part in parts]
+        for lane, *of_lane in zip(self.lanes, *split, strict=True):
+            lane.verify(*of_lane)
+
+    def draft(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Drafted ids `[b, d]`, their parents `[b, d]` in a tree, what they were drawn from, `[b, d, V]`, and whether
+        the scores of a row were finite, `[b]`, where nobody has looked yet."""
         anchor_ids = torch.cat([lane.ids[:, -1:] for lane in self.lanes])
         left = self.config.max_length - min(lane.length for lane in self.lanes)
-        room = [layer.max_cache_len - int(layer.get_seq_length()) for layer in self.fixed_layers]
-        budget = min(left - 1, self.drafting.max_drafted, *(columns - 1 for columns in room))
+        budget = int(min(left - 1, self.drafting.max_drafted, self.room - 1))
         output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
-        if output is None or budget <= 0:
-            return anchor_ids[:, :0], None, None
+        if output is not None and output.finite is not None and not self.leaps:
+            self.drafting.heed(bool(output.finite.all()))
+        if output is None or budget <= 0 or self.drafting.max_drafted == 0:
+            return anchor_ids[:, :0], None, None, None
         draft_ids, parents, proposal = output.token_ids, output.parents, output.proposal_logits
         if parents is None:
             draft_ids, proposal = draft_ids[:, :budget], None if proposal is None else proposal[:, :budget]
         else:
             parents = self.by_lane(lambda lane, part: lane.fill_parents(part, budget), parents)
         draft_ids = self.by_lane(Lane.fill, draft_ids)
-        return draft_ids, parents, None if proposal is None else proposal.to(anchor_ids.device)
+        proposal = None if proposal is None else proposal.to(anchor_ids.device)
+        return draft_ids, parents, proposal, output.finite if self.leaps else None
 
     def by_lane(self, fill: Callable[[Lane, torch.Tensor], torch.Tensor], drafted: torch.Tensor) -> torch.Tensor:
         """What `fill` makes of each lane's rows of `drafted [b, d]`."""
@@ -261,9 +279,9 @@ class BlockDecoder:
             inputs["logits_to_keep"] = drafted + 1
         if parents is not None:
             inputs = tree_inputs(self.target, inputs, DraftTree(draft_ids, parents))
-        if self.by_row and (positions := inputs.get("position_ids")) is not None:
+        left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
+        if self.by_row and min(left) < drafted and (positions := inputs.get("position_ids")) is not None:
             # A row near its end is drafted beyond it while others are not; a table of positions may end there.
-            left = [self.config.max_length - lane.length - 1 for lane in self.lanes]
             last = positions[:, :1] + torch.tensor(left, device=positions.device).unsqueeze(-1)
             inputs["position_ids"] = positions.minimum(last)
         # A compiled pass has the width of a whole block: any other would be compiled, too, for a few passes.
@@ -281,6 +299,7 @@ class BlockDecoder:
     def settle(self, drafted: int, counts: list[int]) -> None:
         """Takes from the cache what was rejected, and brings masks and positions up to the tokens that were taken."""
         most = max(counts)
+        self.room -= most
         self.kwargs = more_kwargs(self.target, self.kwargs, most)
         if min(counts) == most or not self.by_row:
             self.cache.crop(most - drafted - 1)

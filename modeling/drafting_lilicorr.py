@@ -131,7 +131,7 @@ class RowDrafting(BlockDrafting):
         self.pass_started = time.perf_counter()
         self._verify_start = self._now()
         self._draft_seconds = self._verify_start - start
-        return output if self.max_drafted > 0 else None
+        return output
 
     def process(self, lanes: list[Lane]):
         """The processors that steer the draft, each lane's for its rows; `None` if there are none."""

@@ -193,17 +193,20 @@ class BlockDrafting:
         self._draft_output: DraftOutput | None = None
 
     def draft_block(self, **inputs) -> "DraftOutput":
-        """[`DFlashModel.draft`] with this call's cache; a draft of scores that are no numbers is the call's last."""
+        """[`DFlashModel.draft`] with this call's cache; the loop has to [`heed`] whether its scores are finite."""
         output = self.drafter.draft(cache=self.cache, tables=self.tables, **inputs)
-        if output.finite is not None and not output.finite.all():
+        if self.recording is not None and self.recording.lattice:
+            self._draft_output = output
+        return output
+
+    def heed(self, finite: bool) -> None:
+        """Makes a draft of scores that are no numbers the call's last."""
+        if not finite:
             logger.warning_once(
                 f"{type(self.drafter).__name__} {self.drafter.name_or_path!r} computes scores that are not finite, so "
                 "its drafts are left out: the text is right, but no faster. Check its weights and dtype."
             )
             self.max_drafted = 0
-        if self.recording is not None and self.recording.lattice:
-            self._draft_output = output
-        return output
 
     def outside_window(self, rows: int) -> int:
         """How many of the oldest context rows, cached ones first, leave the drafter's window for `rows` new ones."""
@@ -331,6 +334,7 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
             attention_mask=self._attention_mask(model_kwargs),
             process=functools.partial(self._process, input_ids) if self.processors else None,
         )
+        self.heed(output.finite is None or bool(output.finite.all()))
         return output.token_ids
 
     def _position_ids(self, model_kwargs: dict[str, Any], rows: int) -> torch.Tensor:

@@ -4,6 +4,7 @@
 Shapes: `r` rows of a lane, `n` tokens so far, `d` drafted tokens, `V` vocabulary.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ class Lane:
         kinds = {type(criterion) for criterion in criteria}
         heard = processors or streamer is not None or (returned is not None and returned.wants_steps)
         self.leaps = len(ids) == 1 and not (self.do_sample or heard) and kinds <= {EosTokenCriteria, MaxLengthCriteria}
+        self.ends: set[int] = set()
+        self.longest = math.inf
+        for criterion in criteria if self.leaps else ():
+            if isinstance(criterion, MaxLengthCriteria):
+                self.longest = min(self.longest, criterion.max_length)
+            else:
+                self.ends.update(criterion.eos_token_id.flatten().tolist())
 
     @property
     def length(self) -> int:
@@ -69,7 +77,7 @@ class Lane:
     def verify(
         self,
         logits: torch.Tensor,
-        draft_ids: torch.Tensor | None = None,
+        draft_ids: torch.Tensor,
         proposal_logits: torch.Tensor | None = None,
         parents: torch.Tensor | None = None,
     ) -> None:
@@ -81,30 +89,26 @@ class Lane:
             proposal_logits (`torch.Tensor` of shape `[r, d, V]`): what it was drawn from, if it was.
             parents (`torch.LongTensor` of shape `[r, d]`): as in [`DraftTree`], if it is a tree.
         """
-        if draft_ids is not None and parents is not None:
+        if parents is not None:
             return self.walk(logits, DraftTree(draft_ids, parents))
-        if self.leaps:
-            return self.leap(logits, draft_ids)
         for i, step in enumerate(logits.unbind(dim=1)):
-            drafted = draft_ids[:, i] if draft_ids is not None and i < draft_ids.shape[1] else None
+            drafted = draft_ids[:, i] if i < draft_ids.shape[1] else None
             proposal = None if proposal_logits is None or drafted is None else proposal_logits[:, i]
             tokens = self.take(step, drafted, proposal)
             if self.done or drafted is None or not torch.equal(tokens, drafted):
                 break
 
-    def leap(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> None:
-        """[`verify`] of a row whose next tokens `[1, d + 1]` can be told at once, and asked about at the last one."""
-        tokens = logits.to(torch.float32).argmax(dim=-1).to(self.ids.device)
-        kept = tokens[:, :-1] == (tokens[:, :0] if draft_ids is None else draft_ids)
-        room = logits.shape[1]
-        for criterion in self.criteria:
-            if isinstance(criterion, MaxLengthCriteria):
-                room = min(room, max(criterion.max_length - self.length, 1))
-            else:
-                kept &= ~torch.isin(tokens[:, :-1], criterion.eos_token_id.to(tokens.device))
-        count = min(room, [*kept[0].tolist(), False].index(False) + 1)
+    def leap(self, tokens: torch.Tensor, told: list[int], drafted: list[int]) -> None:
+        """[`verify`] of a row whose next tokens `[1, d + 1]` the host has been told, and its draft."""
+        count = 1
+        for token, draft in zip(told, drafted, strict=False):
+            if token != draft or token in self.ends or self.length + count >= self.longest:
+                break
+            count += 1
         self.ids = torch.cat([self.ids, tokens[:, :count]], dim=-1)
-        self.done = bool(self.criteria(self.ids, None))  # type: ignore[arg-type]
+        self.done = told[count - 1] in self.ends or self.length >= self.longest
+        # One of them may have to warn of a long text; their answer is known, and not waited for.
+        self.criteria(self.ids, None)  # type: ignore[arg-type]
 
     def walk(self, logits: torch.Tensor, tree: DraftTree) -> None:
         """[`verify`] of a tree: down from the anchor to the children that are the target's own tokens."""
@@ -168,6 +172,27 @@ class Lane:
             return self.ids
         padding = self.pad_token_id.expand(len(self.ids), length - self.length)  # type: ignore[union-attr]
         return torch.cat([self.ids, padding], dim=-1)
+
+
+def leap(lanes: list[Lane], logits: torch.Tensor, draft_ids: torch.Tensor, finite: torch.Tensor | None = None) -> bool:
+    """[`Lane.verify`] of lanes that leap. The host waits for the device once, and is told all it has to know.
+
+    Args:
+        lanes (list of [`Lane`]): of a row each.
+        logits (`torch.Tensor` of shape `[b, d + 1, V]`), draft_ids (`torch.LongTensor` of shape `[b, d]`): of all.
+        finite (`torch.BoolTensor` of shape `[b]`): whether the scores of a row's draft were, if it has any.
+
+    Returns:
+        whether the scores of all drafts were finite.
+    """
+    # Plain decoding compares in fp32, which only a wider dtype could tell.
+    logits = logits.float() if logits.dtype == torch.float64 else logits
+    tokens, drafted = logits.argmax(dim=-1).to(draft_ids.device), draft_ids.shape[1]
+    sound = tokens[:, :0] if finite is None else finite.unsqueeze(-1).to(tokens)
+    told = torch.cat([tokens, draft_ids, sound], dim=-1).tolist()
+    for lane, row, numbers in zip(lanes, tokens.split(1), told, strict=True):
+        lane.leap(row, numbers[: drafted + 1], numbers[drafted + 1 : 2 * drafted + 1])
+    return finite is None or all(numbers[-1] for numbers in told)
 
 
 def choose_token(
@@ -299,4 +324,4 @@ def step_attention(weights: torch.Tensor, row: int, taken: int, layer: Any) -> t
     return weights[..., end - seen - 1 : end]
 
 
-__all__ = ["Lane", "Returned", "accept_or_resample", "choose_token", "row_processors"]
+__all__ = ["Lane", "Returned", "accept_or_resample", "choose_token", "leap", "row_processors"]

@@ -99,7 +99,7 @@ def block_positions(model_kwargs: dict[str, Any], rows: int, seen: int, drafter:
     warn_of_length(drafter, seen + rows + drafter.config.block_size)
     positions = model_kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
-        context = torch.arange(seen, seen + rows).unsqueeze(0)
+        context = torch.arange(seen, seen + rows, device=drafter.device).unsqueeze(0)
     else:
         context = positions[:, -rows - 1 : -1]
     block = torch.arange(1, drafter.config.block_size + 1, device=context.device) + context[:, -1:]

@@ -289,7 +289,8 @@ def test_broken_weights_change_no_text(target, kind, stock, monkeypatch):
     assert assisted.tolist() == plain.tolist()
     if kind in ("head", "drafter", "infinite"):
         assert len(warnings) == 1 and "not finite" in warnings[0]
-        assert all(block.drafted == 0 for block in recording.blocks)
+        # Our loop learns of it with the tokens of the pass that verifies the first such draft.
+        assert all(block.drafted == 0 for block in recording.blocks[not stock :])
 
 
 @pytest.mark.parametrize("changes", [{"target_layer_ids": [1, 2]}, {"rope_parameters": {"rope_theta": 3.0}}])
