@@ -121,6 +121,7 @@ class RowDrafting(BlockDrafting):
             ),
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(len(mask), block)], dim=-1),
             process=self.process(lanes),
+            in_step=len(lanes) == 1,
             **{} if self.temperature is None else {"temperature": self.temperature},
             **{"tree": TreeShape(self.tree_budget, budget)} if self.tree_budget and budget > 0 else {},
         )

@@ -17,6 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
 from .cache_lilicorr import CACHE
+from .draft_pass_lilicorr import DraftPass
 from .lattice_lilicorr import Lattice
 from .target_lilicorr import TargetTables, block_positions, states_to_return, tapped_states
 
@@ -177,6 +178,7 @@ class BlockDrafting:
         self.drafter = drafter
         self.tables = TargetTables(target)
         self.cache = DFlashCache(config=drafter.config)
+        self.draft_pass = DraftPass(drafter, self.tables)
         # Context rows that were left out, or have left the window.
         self.skipped = 0
         self.max_length = generation_config.max_length
@@ -192,9 +194,15 @@ class BlockDrafting:
         self._draft_seconds = self._verify_start = 0.0
         self._draft_output: DraftOutput | None = None
 
-    def draft_block(self, **inputs) -> "DraftOutput":
-        """[`DFlashModel.draft`] with this call's cache; the loop has to [`heed`] whether its scores are finite."""
-        output = self.drafter.draft(cache=self.cache, tables=self.tables, **inputs)
+    def draft_block(self, attention_mask: torch.Tensor | None, in_step: bool = True, **inputs) -> "DraftOutput":
+        """[`DFlashModel.draft`] with this call's cache; the loop has to [`heed`] whether its scores are finite.
+
+        Args:
+            in_step (`bool`): whether all rows take equally many tokens.
+        """
+        if self.draft_pass.serves(attention_mask, in_step):
+            inputs["draft_pass"] = self.draft_pass
+        output = self.drafter.draft(cache=self.cache, tables=self.tables, attention_mask=attention_mask, **inputs)
         if self.recording is not None and self.recording.lattice:
             self._draft_output = output
         return output
@@ -286,6 +294,8 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
         check_stock_call(drafter, input_ids, model_kwargs or {})
         super().__init__(drafter, target, generation_config, logits_processor)
         self.processors = LogitsProcessorList(p for p in logits_processor or () if isinstance(p, PREFIX_PROCESSORS))
+        mask = (model_kwargs or {}).get("attention_mask")
+        self._padded = mask is not None and not mask.all()
         self._drafted: int | None = None
 
     def get_candidates(  # type: ignore[override]
@@ -343,9 +353,9 @@ class BlockCandidateGenerator(BlockDrafting, CandidateGenerator):
 
     def _attention_mask(self, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The target's mask without the anchor, which it has not read, and with the block."""
-        mask = model_kwargs.get("attention_mask")
-        if mask is None:
+        if not self._padded:
             return None
+        mask = model_kwargs["attention_mask"]
         block = mask.new_ones((mask.shape[0], self.drafter.config.block_size))
         return torch.cat([mask[:, self.skipped : -1], block], dim=-1).to(self.drafter.device)
 

@@ -7,6 +7,7 @@ copy of the head, and the candidates that come out best are computed again from 
 """
 
 import functools
+from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
@@ -41,16 +42,16 @@ class DraftProduct:
         Args:
             head (`nn.Module`): the target's. Anything but a plain `nn.Linear` is called as it is.
         """
-        if not multiplies_in_bf16(head) or len(states) < 2:
-            return head(states)
+        product = self.prepared(head) if len(states) > 1 else None
+        return head(states) if product is None else product(head, states)
+
+    def prepared(self, head: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor] | None:
+        """The product for two rows and more, its copy made; `None` where `head` is called as it is."""
+        if not multiplies_in_bf16(head):
+            return None
         if head.weight.dtype == torch.bfloat16:
-            return weight_first(head.weight, states, head.bias)
-        coarse = weight_first(self.bf16_copy(head.weight), states.bfloat16(), head.bias)
-        ids = coarse.topk(EXACT_CANDIDATES, dim=-1).indices
-        exact = (F.embedding(ids, head.weight) @ states.unsqueeze(-1)).squeeze(-1)
-        if head.bias is not None:
-            exact = exact + head.bias[ids]
-        return coarse.to(exact.dtype).scatter_(-1, ids, exact)
+            return functools.partial(bf16_product, None)
+        return functools.partial(bf16_product, self.bf16_copy(head.weight))
 
     def bf16_copy(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` in bf16, made once and again after a change in place."""
@@ -59,6 +60,18 @@ class DraftProduct:
             copy = weight.detach().bfloat16()
             self.copies[weight] = (weight._version, copy)
         return copy
+
+
+def bf16_product(copy: torch.Tensor | None, head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    """Logits `[r, V]` by the `copy` of an fp32 head, exact for the best candidates, or by a bf16 head itself."""
+    if copy is None:
+        return weight_first(head.weight, states, head.bias)
+    coarse = weight_first(copy, states.bfloat16(), head.bias)
+    ids = coarse.topk(EXACT_CANDIDATES, dim=-1).indices
+    exact = (F.embedding(ids, head.weight) @ states.unsqueeze(-1)).squeeze(-1)
+    if head.bias is not None:
+        exact = exact + head.bias[ids]
+    return coarse.to(exact.dtype).scatter_(-1, ids, exact)
 
 
 def weight_first(weight: torch.Tensor, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

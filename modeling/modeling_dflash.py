@@ -6,6 +6,7 @@ tapped target layers, `c` new context rows.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from .cache_lilicorr import CACHE
 from .configuration_lilicorr import LiLiCorrConfig
 from .convolution_lilicorr import BlockConvolution
 from .decoding_lilicorr import BlockDecoder
+from .draft_pass_lilicorr import DraftPass, Workspaces
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook_or_refuse
 from .lattice_lilicorr import Lattice, processed_slots
@@ -51,10 +53,12 @@ class DFlashOutput(BaseModelOutputWithPast):
     Args:
         last_hidden_state (`torch.Tensor` of shape `[b, B, M]`): post-norm; row 0, the anchor's, predicts nothing.
         context_hidden_states (`torch.Tensor` of shape `[b, c, M]`): the new context rows after `fc` and `hidden_norm`.
+        lattice ([`Lattice`]): where the pass scored the slots' candidates, too.
     """
 
     last_hidden_state: torch.Tensor = None  # type: ignore[assignment]
     context_hidden_states: torch.Tensor = None  # type: ignore[assignment]
+    lattice: Lattice | None = None
 
 
 @dataclass
@@ -105,19 +109,13 @@ class DFlashAttention(Qwen3Attention):
         cache: DFlashCache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = torch.cat([context_hidden_states, hidden_states], dim=1)
-        heads, kv_heads = (*hidden_states.shape[:-1], -1, self.head_dim), (*rows.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(rows).view(kv_heads)).transpose(1, 2)
-        value = self.v_proj(rows).view(kv_heads).transpose(1, 2)
-
+        query = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         # Queries are the last rows of the positions that keys span.
-        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
-        q_len = query.shape[-2]
-        query = query * cos[..., -q_len:, :] + rotate_half(query) * sin[..., -q_len:, :]
-        key = key * cos + rotate_half(key) * sin
-        # Under autocast the norms leave them in fp32, which not every kernel takes beside values in bf16.
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        cos, sin = (x[..., -query.shape[-2] :, :].unsqueeze(1) for x in position_embeddings)
+        query = query * cos + rotate_half(query) * sin
+        rows = torch.cat([context_hidden_states, hidden_states], dim=1)
+        key, value = self.keys_and_values(rows, position_embeddings)
+        query = query.to(value.dtype)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
@@ -128,6 +126,18 @@ class DFlashAttention(Qwen3Attention):
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False, **kwargs
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def keys_and_values(
+        self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[b, heads, n, d]` of context rows or rows of the block `[b, n, M]`."""
+        heads = (-1, self.head_dim)
+        key = self.k_norm(self.k_proj(rows).unflatten(-1, heads)).transpose(1, 2)
+        value = self.v_proj(rows).unflatten(-1, heads).transpose(1, 2)
+        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
+        key = key * cos + rotate_half(key) * sin
+        # Under autocast the norms leave keys in fp32, which not every kernel takes beside values in bf16.
+        return key.to(value.dtype), value
 
 
 class DFlashDecoderLayer(Qwen3DecoderLayer):
@@ -233,7 +243,13 @@ class DFlashModel(DFlashPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.draft_product = DraftProduct()
         self.packed_weights = PackedWeights()
+        self.workspaces = Workspaces()
         self.post_init()
+
+    def train(self, mode: bool = True):
+        # Fused optimizers change weights without a trace, so what was prepared from them is made anew.
+        self.workspaces = Workspaces()
+        return super().train(mode)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None: the target lends its own. FSDP asks."""
@@ -295,6 +311,7 @@ class DFlashModel(DFlashPreTrainedModel):
         process: Callable[..., torch.Tensor] | None = None,
         temperature: float | None = None,
         tree: TreeShape | None = None,
+        draft_pass: DraftPass | None = None,
     ) -> DraftOutput:
         """Proposes one block; the cache takes the context rows and gives up the block's own.
 
@@ -309,7 +326,32 @@ class DFlashModel(DFlashPreTrainedModel):
                 `[b, V]` of slot `s` to processed logits. The draft ends where they leave any row nothing to choose.
             temperature (`float`): draw the draft at this temperature, where the method can; `None` for its best draft.
             tree ([`TreeShape`]): draft a tree of this size instead of a chain.
+            draft_pass ([`DraftPass`]): computes it all at once, as far as that can be had; there is no mask then.
         """
+        tensors = None
+        if draft_pass is not None:
+            context_states, position_ids = draft_pass.read_ahead(context_states, position_ids, cache)
+            tensors = draft_pass(context_states, anchor_ids, position_ids, cache)
+        if tensors is None:
+            logits, output = self.predict(context_states, anchor_ids, position_ids, cache, tables, attention_mask)
+        else:
+            logits, states, context, *scored = tensors
+            lattice = Lattice(*(x.clone() for x in scored)) if scored else None
+            output = DFlashOutput(states, context_hidden_states=context, lattice=lattice)
+        if tree is not None:
+            return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
+        return self.choose(logits, output, anchor_ids, tables, process, temperature)
+
+    def predict(
+        self,
+        context_states: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: DFlashCache,
+        tables: TargetTables,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, DFlashOutput]:
+        """The slots' logits `[b, S, V]` and the drafter's output; arguments as in [`DFlashModel.draft`]."""
         block_size = self.config.block_size
         masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.mask_token_id)
         noise_embeds = tables.embed(torch.cat([anchor_ids, masks], dim=-1))
@@ -323,10 +365,14 @@ class DFlashModel(DFlashPreTrainedModel):
         )
         cache.crop(-block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
-        logits = tables.logits(output.last_hidden_state, self.draft_product)[:, self.slot_rows]
-        if tree is not None:
-            return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
-        return self.choose(logits, output, anchor_ids, tables, process, temperature)
+        return tables.logits(output.last_hidden_state, self.draft_product)[:, self.slot_rows], output
+
+    def prepared_scoring(self, tables: TargetTables) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """What a [`DraftPass`] is to compute beyond the slots' logits: the scored and walked `Lattice`, if any.
+
+        From logits `[b, S, V]`, states of the slots `[b, S, M]` and the context row before the anchor `[b, M]`.
+        """
+        return lambda *inputs: ()
 
     def choose(
         self,
@@ -374,7 +420,9 @@ class DFlashModel(DFlashPreTrainedModel):
 
     def decode_blocks(self, target: PreTrainedModel, input_ids: torch.Tensor, **kwargs):
         """The decoding loop of one `target.generate` call, see [`BlockDecoder`]; the generation hook calls it."""
-        return BlockDecoder(self, target, input_ids, **kwargs).decode()
+        decoder = BlockDecoder(self, target, input_ids, **kwargs)
+        with closing(decoder.drafting.draft_pass):
+            return decoder.decode()
 
 
 install_hook_or_refuse()

@@ -5,6 +5,8 @@ Shapes: `b` batch, `N` blocks, `B` block size, `S = B - 1` slots, `K` candidates
 width of drafter and target, `H` head width, `E` factor dimension.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -198,8 +200,13 @@ class LiLiCorrDraftModel(LatticeDraftModel):
     def score(
         self, logits: torch.Tensor, output: DFlashOutput, anchor_ids: torch.Tensor, tables: TargetTables
     ) -> Lattice:
+        if output.lattice is not None:
+            return output.lattice
         inputs = logits, output.last_hidden_state[:, self.slot_rows], output.context_hidden_states[:, -1]
         return self.scoring(self.lilicorr, tables, inputs, self.config.scoring)
+
+    def prepared_scoring(self, tables: TargetTables) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return self.scoring.eager(self.lilicorr, tables)
 
 
 LiLiCorrDraftModel.register_for_auto_class("AutoModel")

@@ -181,9 +181,10 @@ class ScoringPass:
             return self.passes[key]
 
 
-def compiled(eager: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    # A breaking graph or a changing shape is an error rather than a slow surprise.
-    return torch.compile(eager, fullgraph=True, dynamic=False)
+def compiled(eager: functools.partial[Tensors]) -> Callable[..., Tensors]:
+    # A breaking graph or a changing shape is an error rather than a slow surprise. Shapes are counted by function, and
+    # all partial ones together would be one.
+    return functools.partial(torch.compile(eager.func, fullgraph=True, dynamic=False), *eager.args, **eager.keywords)
 
 
 class RecordedGraph:
@@ -192,25 +193,42 @@ class RecordedGraph:
     def __init__(self, eager: Callable[..., Tensors], inputs: Tensors):
         self.inputs = tuple(x.clone() for x in inputs)
         self.lock = threading.Lock()
-        stream = torch.cuda.Stream(inputs[0].device)
-        stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                expected = eager(*self.inputs)
-        torch.cuda.current_stream(inputs[0].device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = eager(*self.inputs)
-        self.graph.replay()
-        for recorded, reference in zip(self.outputs, expected, strict=True):
-            torch.testing.assert_close(recorded, reference, equal_nan=True)
+        self.replay = record_graph(functools.partial(eager, *self.inputs), inputs[0].device)
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         with self.lock:
             for buffer, x in zip(self.inputs, inputs, strict=True):
                 buffer.copy_(x)
-            self.graph.replay()
-            return tuple(x.clone() for x in self.outputs)
+            return tuple(x.clone() for x in self.replay())
+
+
+def record_graph(run: Callable[[], Tensors], device: torch.device, pool: Any = None) -> Callable[[], Tensors]:
+    """Records `run` as a CUDA graph; what it reads and writes has to stay where it is.
+
+    Args:
+        pool: memory that it shares with other graphs, of which no two run at once.
+
+    Returns:
+        the replay, whose results the next one overwrites.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # What other threads do on the device in the meantime is no part of it.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = run()
+
+    def replay() -> Tensors:
+        graph.replay()
+        return outputs
+
+    for recorded, reference in zip(replay(), expected, strict=True):
+        torch.testing.assert_close(recorded, reference, equal_nan=True)
+    return replay
 
 
 def choose_mode(mode: str | None) -> str:

@@ -4,7 +4,7 @@
 Shapes: `b` batch, `n` positions, `L` tapped layers, `M` hidden width of the target, `V` vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from transformers.utils import logging, output_capturing
 
 from .configuration_lilicorr import LiLiCorrConfig
-from .logits_lilicorr import DraftProduct
 
 
 if TYPE_CHECKING:
@@ -45,11 +44,11 @@ class TargetTables:
             return nn.Embedding.forward(self.embedding, token_ids)
         return self.embedding(token_ids)
 
-    def logits(self, hidden_states: torch.Tensor, product: DraftProduct | None = None) -> torch.Tensor:
+    def logits(self, hidden_states: torch.Tensor, product: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
         """Logits `[*, V]` of post-norm states `[*, M]`, scaled and soft-capped as the target does.
 
         Args:
-            product ([`DraftProduct`]): multiplies instead of the output head, for drafts.
+            product (`Callable`): multiplies instead of the output head, as a [`DraftProduct`] does for drafts.
         """
         # A strided 3-D input would send the product down a path that copies the whole head for each row of the batch.
         flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype)
