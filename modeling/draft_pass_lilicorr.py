@@ -238,7 +238,7 @@ class DraftPass:
     def __init__(self, drafter: "DFlashModel", tables: TargetTables):
         self.drafter, self.tables = drafter, tables
         self.mode = choose_mode(drafter.config.scoring)
-        self.possible = can_be_one_pass(drafter, tables, self.mode)
+        self.possible = self.mode != "eager" and can_be_one_pass(drafter, tables, self.mode)
         self.workspace: Workspace | None = None
         self.lease: weakref.finalize | None = None
 
@@ -296,12 +296,11 @@ class DraftPass:
 
 
 def can_be_one_pass(drafter: "DFlashModel", tables: TargetTables, mode: str) -> bool:
-    """Whether a call's drafts could be whole ones, as far as its models decide it."""
+    """Whether a call's drafts can be whole ones as far as its models decide it; [`DraftPass.serves`] has the rest."""
     modules = [m for part in (drafter, tables.embedding, tables.output_head) for m in part.modules()]
     rope = (drafter.config.rope_parameters or {}).get("rope_type", "default")
     return (
-        mode != "eager"
-        and (mode != "cuda_graph" or drafter.device.type == "cuda")
+        (mode != "cuda_graph" or drafter.device.type == "cuda")
         # Columns stay where they are.
         and drafter.config.context_window is None
         # Frequencies that follow the length of the text are asked for on the host.

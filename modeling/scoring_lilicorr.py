@@ -8,7 +8,8 @@
 | `cuda_graph` | a recorded CUDA graph, replayed with one launch |
 
 All take the same tensors and give the same candidates and paths. Which one runs is the assistant's `config.scoring`,
-or else the environment's `LILICORR_SCORING`, or else `eager`: the others have not been run on a GPU yet.
+or else the environment's `LILICORR_SCORING`, or else `eager`: the others have not been run on a GPU yet. Where a
+[`DraftPass`] serves, the mode computes the drafter and this pass as one.
 
 Shapes: `b` batch, `S` slots, `K` candidates of a slot, `V` vocabulary, `M` hidden width, `H` head width, `E` factor
 dimension.
@@ -40,6 +41,8 @@ MODES = ("eager", "compile", "cuda_graph")
 LARGEST_COLLECTION = 16
 # The environment's choice of a mode, for assistants whose config leaves it open.
 VARIABLE = "LILICORR_SCORING"
+
+RECORDING = threading.Lock()
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
@@ -211,16 +214,16 @@ def record_graph(run: Callable[[], Tensors], device: torch.device, pool: Any = N
     Returns:
         the replay, whose results the next one overwrites.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            expected = run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # What other threads do on the device in the meantime is no part of it.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        outputs = run()
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    # One at a time; what other threads do on their streams in the meantime is no part of the graph.
+    with RECORDING, torch.cuda.device(device):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                expected = run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = run()
 
     def replay() -> Tensors:
         graph.replay()
