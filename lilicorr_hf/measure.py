@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,7 +73,7 @@ class Run:
         Args:
             prompt_tokens (`int`): positions of the prompt; where its own pass verifies a draft, that counts too.
         """
-        if self.recording.calls or len(self.rows) > 1:
+        if self.recording.calls or len(self.rows) > 1 or not self.passes:
             return self.recording.accepted
         before = [prompt_tokens, *(step.cached + 1 for step in self.passes[1:])]
         after = [*before[1:], prompt_tokens + self.tokens]
@@ -104,16 +104,22 @@ def synchronize(model: "PreTrainedModel") -> None:
         torch.accelerator.synchronize(device)
 
 
-def run_generate(model: "PreTrainedModel", inputs: BatchEncoding, lattice: bool = False, **kwargs: Any) -> Run:
+def run_generate(
+    model: "PreTrainedModel", inputs: BatchEncoding, lattice: bool = False, watch: bool = True, **kwargs: Any
+) -> Run:
     """Times one `generate` call.
 
     Args:
         model (`PreTrainedModel`): the target.
         inputs (`BatchEncoding`): tokenizer output for one prompt, or for several, left-padded.
         lattice (`bool`): record the candidates of every block too.
+        watch (`bool`): record blocks and passes; otherwise nothing is known but text and time, which on an accelerator
+            is shorter, as nobody waits for a block's parts.
         kwargs: for `generate`, `assistant_model` among them.
     """
-    with record(lattice=lattice) as recording, watch_passes(model) as passes:
+    with ExitStack() as watching:
+        recording = watching.enter_context(record(lattice=lattice)) if watch else Recording()
+        passes = watching.enter_context(watch_passes(model)) if watch else []
         synchronize(model)
         start = time.perf_counter()
         output = model.generate(**inputs, **kwargs)  # type: ignore[operator]

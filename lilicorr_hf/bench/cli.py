@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     items = plan(args.files, options, args.limit, fits=lambda prompt: fits(prompt, tokenizer, options))
     subject, session = describe(args, argv, options, systems, model)
     longest = 0
-    if any("yarn" in system.options for system in systems):
+    if any({"cache", "yarn"} & system.options.keys() for system in systems):
         longest = options.max_new_tokens + longest_input(items, tokenizer)
     setting = Setting(model, args.assistant, longest)
     runner = Runner(model, tokenizer, systems, setting, options)

@@ -33,6 +33,8 @@ class Runner:
         systems (list of [`System`]): plain decoding first.
         setting ([`Setting`]): they are built for.
         options ([`Options`]): the same for all items.
+        watch (`bool`): as for [`run_generate`]; without it there are no acceptance lengths.
+        warm_up_tokens (`int`): written by everyone before the first item of each size.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class Runner:
         systems: list[System],
         setting: Setting,
         options: Options,
+        watch: bool = True,
+        warm_up_tokens: int = WARM_UP_TOKENS,
     ):
+        self.watch, self.warm_up_tokens = watch, warm_up_tokens
         self.model: Any = model
         self.tokenizer = tokenizer
         self.arguments = {system.label: system.build(setting) for system in systems}
@@ -96,14 +101,17 @@ class Runner:
             arguments["eos_token_id"] = None
         # Candidates are what coverage is told from; only a single sequence says which of its tokens they stood for.
         lattice = how.batch == 1 and label != PLAIN
-        return run_generate(self.model, inputs, lattice=lattice, **arguments, **self.arguments[label])
+        arguments |= self.arguments[label]
+        # Whoever listens to a compiled pass has it compiled in pieces.
+        watch = self.watch and "cache_implementation" not in arguments
+        return run_generate(self.model, inputs, lattice=lattice, watch=watch, **arguments)
 
     def warm_up(self, labels: list[str], inputs: BatchEncoding, how: Condition) -> None:
         """A few tokens by everyone, before the first item of each size."""
         if (how.batch, how.length) in self.warm:
             return
         for label in labels:
-            self.run(label, inputs, how, WARM_UP_TOKENS)
+            self.run(label, inputs, how, self.warm_up_tokens)
         self.warm.add((how.batch, how.length))
 
     def numbers(self, run: Run, plain: Run, inputs: BatchEncoding, how: Condition) -> dict[str, Any]:

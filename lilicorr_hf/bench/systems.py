@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import CompileConfig
+
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import assistant_class, resolve_assistant
 
-from .variants import SERVING_FIELDS, WALKS, load_variant
+from .variants import SERVING_FIELDS, WALKS, StockLoopModel, load_variant
 
 
 if TYPE_CHECKING:
@@ -148,10 +150,19 @@ def assisted(setting: Setting, path: str | None, model_class: type[DFlashModel],
     return {"assistant_model": load_variant(folder, setting.target, model_class, longest=setting.longest, **how)}
 
 
+def in_cache(setting: Setting, cache: str | None) -> dict[str, Any]:
+    """The target's cache: one that grows, or one of fixed size, whose passes transformers compiles on a GPU."""
+    if cache is None:
+        return {}
+    # A pass of another width, or another batch, is compiled for itself, as if there were no other.
+    config = CompileConfig(dynamic=False)
+    return {"cache_implementation": cache, "max_cache_len": setting.longest, "compile_config": config}
+
+
 @method(PLAIN)
-def plain(setting: Setting) -> dict[str, Any]:
-    """the target alone: `generate` without an assistant"""
-    return {}
+def plain(setting: Setting, cache: str | None = None) -> dict[str, Any]:
+    """the target alone: `generate` without an assistant; `cache` static for a fixed one, compiled on GPUs"""
+    return in_cache(setting, cache)
 
 
 @method("lilicorr")
@@ -162,13 +173,15 @@ def lilicorr(
     k: int | None = None,
     block: int | None = None,
     yarn: int | None = None,
+    cache: str | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """the drafter with its head; `walk` greedy or viterbi, fewer candidates `k`, a shorter `block`, `yarn` beyond so
-    many positions, and fields of the config such as `sampled_walk`"""
+    many positions, `cache` as in plain, and fields of the config such as `sampled_walk`"""
     if walk not in WALKS:
         raise ValueError(f"Unknown walk {walk!r}; known are {', '.join(WALKS)}.")
-    return assisted(setting, path, WALKS[walk], k=k, block=block, yarn=yarn, **fields)
+    drafting = assisted(setting, path, WALKS[walk], k=k, block=block, yarn=yarn, **fields)
+    return drafting | in_cache(setting, cache)
 
 
 @method("argmax")
@@ -201,6 +214,12 @@ def dflash(setting: Setting, path: str) -> dict[str, Any]:
 def checkpoint(setting: Setting, path: str, **fields: Any) -> dict[str, Any]:
     """any other checkpoint (Domino, DSpark, DFlash2, ...) as the class its config names"""
     return assisted(setting, path, assistant_class(resolve_assistant(path)), **fields)
+
+
+@method("stock-loop", batches=False)
+def stock_loop(setting: Setting, path: str | None = None) -> dict[str, Any]:
+    """the drafter with its head in transformers' own assisted loop"""
+    return assisted(setting, path, StockLoopModel)
 
 
 @method("transformers-dflash", batches=False)

@@ -33,9 +33,23 @@ class ViterbiDraftModel(LiLiCorrDraftModel):
         return draft
 
 
+class StockLoopModel(LiLiCorrDraftModel):
+    """Decoded by transformers' own assisted loop, as inside [`stock_loop`]."""
+
+    decode_blocks = None  # type: ignore[assignment]
+
+
 WALKS: dict[str, type[DFlashModel]] = {"greedy": LiLiCorrDraftModel, "viterbi": ViterbiDraftModel}
 # Fields of a config that say how the same weights decode.
-SERVING_FIELDS = ("adaptive_draft", "context_window", "logit_scale", "sampled_walk", "tree_budget", "tree_weight")
+SERVING_FIELDS = (
+    "adaptive_draft",
+    "context_window",
+    "logit_scale",
+    "sampled_walk",
+    "scoring",
+    "tree_budget",
+    "tree_weight",
+)
 
 
 def load_variant(
