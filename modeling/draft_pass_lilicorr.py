@@ -113,9 +113,10 @@ class Bucket:
     def take(self, cache: DFlashCache) -> None:
         """Brings the cache's columns into the buffers, if they do not lie there yet."""
         seen = cache.get_seq_length()
-        if seen and cache.layers[0].keys.data_ptr() == self.keys[0].data_ptr():
+        layers: list[Any] = cache.layers
+        if seen and layers[0].keys.data_ptr() == self.keys[0].data_ptr():
             return
-        for layer, *buffers in zip(cache.layers, self.keys, self.values, strict=True):
+        for layer, *buffers in zip(layers, self.keys, self.values, strict=True):
             for buffer, columns in zip(buffers, (layer.keys, layer.values), strict=True):
                 # No number that another text has left behind may be infinite: a mask does not stop those.
                 buffer[:, :, seen:].zero_()
@@ -138,13 +139,12 @@ class Workspace:
     """
 
     def __init__(self, key: Any, drafter: "DFlashModel", tables: TargetTables, rows: int, mode: str):
-        self.key, self.mode, self.config = key, mode, drafter.config
+        self.key, self.mode, self.rows = key, mode, rows
+        self.config: Any = drafter.config
         logits_of = functools.partial(tables.logits, product=drafter.draft_product.prepared(tables.output_head))
         self.draft = functools.partial(draft_tensors, drafter, tables, logits_of, drafter.prepared_scoring(tables))
-        block, device = self.config.block_size, drafter.device
-        width = drafter.fc.in_features
+        block, width, device = self.config.block_size, drafter.fc.in_features, drafter.device
         self.floats: Any = {"device": device, "dtype": drafter.dtype}
-        self.rows = rows
         with torch.inference_mode(False):
             self.counts = torch.zeros(2, dtype=torch.long, device=device)
             self.anchor_ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -222,7 +222,8 @@ class Workspaces:
 
     def give_back(self, workspace: Workspace) -> None:
         with self.lock:
-            self.idle = [*self.idle, workspace][-LARGEST_COLLECTION:]
+            if workspace.mode not in self.unavailable:
+                self.idle = [*self.idle, workspace][-LARGEST_COLLECTION:]
 
 
 class DraftPass:

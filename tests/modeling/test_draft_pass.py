@@ -305,6 +305,14 @@ def test_workspaces_are_those_of_the_weights_and_no_more_than_some(uncompiled, m
     assert not whole.workspaces.idle
 
 
+def test_buffers_made_in_inference_mode_serve_outside_it(uncompiled):
+    assistant, expected = oracle(scoring="compile"), decode(oracle())
+    with torch.inference_mode():
+        assert_same(decode(assistant), expected)
+    assert_same(decode(assistant), expected)
+    assert len(assistant.workspaces.idle) == 1 and not assistant.workspaces.unavailable
+
+
 @pytest.mark.parametrize("rounds", [0, 7])
 def test_a_mode_that_fails_gives_way_with_one_warning(monkeypatch, caplog, rounds):
     """Also in the middle of a text: the growing cache goes on from where the buffers end."""
@@ -326,7 +334,7 @@ def test_a_mode_that_fails_gives_way_with_one_warning(monkeypatch, caplog, round
     # So that no second compiler is asked.
     assistant.scoring.unavailable.add("compile")
     assert_same(decode(assistant, LONG), decode(oracle(LONG), LONG))
-    assert len(calls) == rounds + 1
+    assert len(calls) == rounds + 1 and not assistant.workspaces.idle
     decode(assistant, LONG)
     warnings = [message for message in caplog.messages if "Whole drafts" in message]
     assert len(warnings) == 1 and "'compile'" in warnings[0] and "no compiler" in warnings[0]
