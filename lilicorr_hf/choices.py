@@ -1,4 +1,5 @@
-"""What it takes to choose a block's tokens once the slots' logits are known: draft methods and scoring modes in turns.
+"""What it takes to choose a block's tokens once the slots' logits are known, by method and scoring mode, and what a
+whole draft takes by mode; in turns.
 
 Shapes: `b` batch, `B` block size, `V` vocabulary, `M` hidden width.
 """
@@ -9,13 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DFlashCache
 
 from .architectures import DRAFTERS, drafter_class
+from .modeling.draft_pass_lilicorr import DraftPass
 from .modeling.modeling_dflash import DFlashModel, DFlashOutput
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
 from .modeling.scoring_lilicorr import MODES
 from .modeling.target_lilicorr import TargetTables
-from .stopwatch import Part, Stopwatch
+from .stopwatch import Part, Stopwatch, size
 
 
 # What is not a head, and what of a head is looked up.
@@ -74,6 +77,45 @@ def time_choices(
     return [Part(name, watch.milliseconds(name), sizes[name] / 1e6, 1e3 * sizes[name] / bandwidth) for name in choices]
 
 
+@torch.no_grad()
+def time_drafts(
+    drafter: DFlashModel,
+    tables: TargetTables,
+    context: int,
+    rounds: int,
+    bandwidth: float,
+    modes: Sequence[str] = MODES,
+) -> list[Part]:
+    """Times whole drafts, from the anchor to the tokens, in each mode that can be had here.
+
+    Args:
+        context (`int`): tokens before the first; each further draft reads as many new ones as half a block.
+        rounds, bandwidth, modes: as in [`time_choices`].
+    """
+    config, device = drafter.config, drafter.device
+    passes = {mode: (DraftPass(drafter, tables, mode), DFlashCache(config=config)) for mode in modes}
+    passes = {mode: kept for mode, kept in passes.items() if mode == "eager" or kept[0].possible}
+    watch = Stopwatch(device)
+    for count in [context, *(rounds + 2) * [1 + config.block_size // 2]]:
+        states = torch.randn(1, count, drafter.fc.in_features, device=device, dtype=drafter.dtype)
+        anchor = torch.randint(config.vocab_size, (1, 1), device=device)
+        for mode, (draft_pass, cache) in passes.items():
+            seen = cache.get_seq_length()
+            positions = torch.arange(seen, seen + count + config.block_size, device=device).unsqueeze(0)
+            watch.restart()
+            whole = draft_pass if draft_pass.serves(None, in_step=True) else None
+            drafter.draft(states, anchor, positions, cache, tables, draft_pass=whole)
+            watch.stamp(mode)
+    for draft_pass, _ in passes.values():
+        draft_pass.close()
+    read = size(drafter) + size(tables.output_head)
+    return [
+        Part(f"whole draft, {mode}", watch.milliseconds(mode), read / 1e6, 1e3 * read / bandwidth)
+        for mode in passes
+        if mode not in drafter.workspaces.unavailable
+    ]
+
+
 def random_inputs(drafter: DFlashModel, batch_size: int) -> tuple[torch.Tensor, DFlashOutput, torch.Tensor]:
     """Logits of the slots `[b, ..., V]`, the drafter's output and the anchors `[b, 1]`, the same for every method."""
     config = drafter.config
@@ -112,4 +154,4 @@ def head_size(drafter: DFlashModel) -> int:
     )
 
 
-__all__ = ["drafters_beside", "head_size", "time_choices"]
+__all__ = ["drafters_beside", "head_size", "time_choices", "time_drafts"]

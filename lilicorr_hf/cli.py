@@ -265,8 +265,8 @@ def profile(
         table.add_row(part.name, f"{part.milliseconds:.2f}", f"{result.percent(part):.1f}", *reading(part))
     table.add_row("all", f"{result.total:.2f}", "100.0")
     console.print(table)
-    choices = Table("from logits to draft", "ms a block", "MB of weights", "times their reading")
-    for part in result.choices:
+    choices = Table("from logits to draft; all of it", "ms a block", "MB of weights", "times their reading")
+    for part in [*result.choices, *result.drafts]:
         choices.add_row(part.name, f"{part.milliseconds:.2f}", *reading(part))
     console.print(choices)
     console.print(f"{context} tokens of context; memory read at {result.gigabytes_per_second:.1f} GB/s.")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.cache_utils import DFlashCache, DynamicCache
 
-from .choices import drafters_beside, head_size, time_choices
+from .choices import drafters_beside, head_size, time_choices, time_drafts
 from .modeling.cache_lilicorr import CACHE
 from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
 from .modeling.generation_lilicorr import record
@@ -125,6 +125,7 @@ class Profile:
         gigabytes_per_second (`float`): what one large tensor was read at.
         parts (`list[Part]`): of a block.
         choices (`list[Part]`): other ways from the logits to the draft, and LiLiCorr's modes; see [`time_choices`].
+        drafts (`list[Part]`): whole drafts by mode; see [`time_drafts`].
     """
 
     context: int
@@ -132,6 +133,7 @@ class Profile:
     gigabytes_per_second: float
     parts: list[Part]
     choices: list[Part]
+    drafts: list[Part]
     provenance: dict[str, Any]
 
     @property
@@ -178,7 +180,8 @@ def profile(
         for name, time in milliseconds.items()
     ]
     choices = time_choices(drafters_beside(assistant), blocks.tables, rounds, bandwidth, modes=modes)
-    return Profile(context, rounds, bandwidth / 1e9, parts, choices, provenance or {})
+    drafts = time_drafts(assistant, blocks.tables, context, rounds, bandwidth, modes)
+    return Profile(context, rounds, bandwidth / 1e9, parts, choices, drafts, provenance or {})
 
 
 class Blocks:

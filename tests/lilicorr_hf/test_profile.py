@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lilicorr_hf import DFlashModel
 from lilicorr_hf.choices import drafters_beside, time_choices
 from lilicorr_hf.cli import app
-from lilicorr_hf.modeling import scoring_lilicorr
+from lilicorr_hf.modeling import draft_pass_lilicorr, scoring_lilicorr
 from lilicorr_hf.modeling.modeling_dflash2 import DFlash2Model
 from lilicorr_hf.modeling.modeling_domino import DominoModel
 from lilicorr_hf.modeling.modeling_dspark import DSparkModel
@@ -30,7 +30,8 @@ SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
 @pytest.fixture
 def quick_compiler(monkeypatch):
     """What it compiles is tested elsewhere."""
-    monkeypatch.setattr(scoring_lilicorr, "compiled", lambda eager: eager)
+    for module in (draft_pass_lilicorr, scoring_lilicorr):
+        monkeypatch.setattr(module, "compiled", lambda eager: eager)
 
 
 def test_parts_add_up_and_are_filed_and_drawn(tmp_path, quick_compiler):
@@ -46,8 +47,10 @@ def test_parts_add_up_and_are_filed_and_drawn(tmp_path, quick_compiler):
     assert report["context"] == 20 and report["provenance"]["target"] == "tiny, random"
     names = [choice["name"] for choice in report["choices"]]
     assert names == ["LiLiCorr, eager", "LiLiCorr, compile", "DFlash", "Domino", "DSpark", "DFlash2"]
-    assert all(choice["milliseconds"] > 0 for choice in report["choices"])
-    assert all(name in result.output for name in names)
+    drafts = [draft["name"] for draft in report["drafts"]]
+    assert drafts == ["whole draft, eager", "whole draft, compile"]
+    assert all(choice["milliseconds"] > 0 for choice in report["choices"] + report["drafts"])
+    assert all(name in result.output for name in names + drafts)
     drawn = "".join(ElementTree.parse(picture).getroot().itertext())
     assert drawn is not None and all(name in result.output for name in PARTS)
 
