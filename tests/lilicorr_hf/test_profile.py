@@ -2,9 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -22,9 +19,6 @@ from lilicorr_hf.modeling.modeling_dspark import DSparkModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables
 from lilicorr_hf.profile import PARTS, SHAPES, profile, random_pair, weights
 from lilicorr_hf.stopwatch import size
-
-
-SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
 
 
 @pytest.fixture
@@ -71,22 +65,6 @@ def test_an_unknown_shape_is_named():
     with pytest.raises(ValueError, match="no shape 'gpt-5'.*tiny"):
         random_pair("gpt-5", "cpu", torch.float32)
     assert "tiny" in SHAPES
-
-
-def test_the_prepared_gpu_run_works_small_on_a_cpu(tmp_path):
-    out = tmp_path / "speed.json"
-    command = [sys.executable, str(SCRIPT), "--smoke", "--output", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
-    assert report["tiny"]["scoring"]["eager"] == {"same_candidates": True, "largest_score_difference": 0}
-    assert report["tiny"]["scoring"]["cuda_graph"] == "not measured"
-    assert list(report["tiny"]["heads"]) == ["1", "2"]
-    for heads in report["tiny"]["heads"].values():
-        assert {"LiLiCorr, eager", "Domino"} < {head["name"] for head in heads}
-        assert all(head["milliseconds"] > 0 for head in heads)
-    assert [part["name"] for part in report["tiny"]["profile"]["parts"]] == list(PARTS)
-    assert report["hardware"] and report["provenance"]["versions"]["torch"]
 
 
 @pytest.mark.parametrize("model_class", [DFlashModel, DominoModel, DSparkModel, DFlash2Model])

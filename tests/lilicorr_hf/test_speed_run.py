@@ -8,6 +8,8 @@ from pathlib import Path
 from regeneration import word_tokenizer, write_rows
 from tiny import tiny_assistant, tiny_target
 
+from lilicorr_hf.profile import PARTS
+
 
 SCRIPT = Path(__file__).parent.parent / "gpu" / "speed.py"
 
@@ -39,6 +41,14 @@ def test_smoke(tmp_path):
     assert {name for size, name in at if size == 2} == batched
     assert {name for size, name in at if size == 1} == batched | {"stock-loop", "transformers-dflash"}
     assert all(row["tokens_per_second"] > 0 for row in at.values())
+    shape = report["tiny"]
+    assert shape["scoring"]["eager"] == {"same_candidates": True, "largest_score_difference": 0}
+    assert shape["scoring"]["cuda_graph"] == "not measured"
+    for heads in (shape["heads"]["1"], shape["heads"]["2"]):
+        assert {"LiLiCorr, eager", "Domino"} < {head["name"] for head in heads}
+        assert all(head["milliseconds"] > 0 for head in heads)
+    assert [part["name"] for part in shape["profile"]["parts"]] == list(PARTS)
+    assert [draft["name"] for draft in shape["profile"]["drafts"]] == ["whole draft, eager"]
     assert "minutes, by a guess" in done.stderr and "batches of 2 took" in done.stderr
 
 
