@@ -92,10 +92,15 @@ class Lines:
         return f"**{write(summary)}**" if wins else write(summary)
 
 
+def bounds(low: float, high: float) -> str:
+    """An interval in brackets; nothing where there is none, as of one item alone."""
+    return f" ({low:.2f}–{high:.2f})" if low < high else ""
+
+
 def speed_cell(summary: Summary) -> str:
     if summary["system"] == PLAIN:
         return f"{summary['tokens_per_second']:.1f} tokens/s"
-    return f"{summary['speedup']:.2f}x ({summary['speedup_low']:.2f}–{summary['speedup_high']:.2f})"
+    return f"{summary['speedup']:.2f}x{bounds(summary['speedup_low'], summary['speedup_high'])}"
 
 
 def full_cell(summary: Summary) -> str:
@@ -182,7 +187,7 @@ def detail_cells(summary: Summary) -> list[str]:
     def cell(name: str, form: str) -> str:
         return format(summary[name], form) if name in summary else DASH
 
-    tau = f"{summary['tau']:.3f} ({summary['tau_low']:.2f}–{summary['tau_high']:.2f})"
+    tau = f"{summary['tau']:.3f}{bounds(summary['tau_low'], summary['tau_high'])}"
     same = f"{summary['identical']}/{summary['count']}" if "identical" in summary else DASH
     return [
         summary["system"],
