@@ -66,7 +66,11 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
         known = {action.dest for action in parser._actions}
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
-        argv = to_argv(settings) + argv[:at] + argv[at + 2 :]
+        argv = argv[:at] + argv[at + 2 :]
+        if {option.split("=")[0] for option in argv} & {"--max_steps", "--num_train_epochs"}:
+            # Otherwise hours of the file would win over steps or epochs of the command line.
+            settings.pop("max_hours", None)
+        argv = to_argv(settings) + argv
     model_args, data_args, args, *_ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     return model_args, data_args, args
 

@@ -68,3 +68,12 @@ def test_bf16_is_the_default_only_where_it_is_fast(monkeypatch, instructions):
     assert options.fast_dtype() == ("bfloat16" if instructions else "float32")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert options.fast_dtype() == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "hours"),
+    [([], 8.0), (["--max_steps", "3"], None), (["--max_steps=3"], None), (["--max_hours", "2"], 2.0)],
+)
+def test_steps_of_the_command_line_win_over_hours_of_a_recipe(options, hours):
+    args = parse_arguments(["--config", "smollm2-135m-cpu", *options])[2]
+    assert args.max_hours == hours and (args.max_steps == 3) == (hours is None)
