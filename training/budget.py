@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, get_scheduler
+from transformers import ProgressCallback, TrainerCallback, get_scheduler
 from transformers.trainer_callback import ExportableState
 
 
@@ -46,6 +46,29 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def state(self) -> dict:
         return {"args": {"hours": self.hours}, "attributes": {"seconds": self.seconds}}
+
+
+class TimeBar(ProgressCallback):
+    """The progress bar of a run by the clock: of as many steps as there will be at the pace so far.
+
+    Args:
+        progress (`Callable`): share of the run that is over, in [0, 1].
+    """
+
+    def __init__(self, progress: Callable[[], float]):
+        super().__init__()
+        self.progress = progress
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            self.training_bar.total = None
+            self.training_bar.refresh()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and self.progress() > 0:
+            self.training_bar.total = round(state.global_step / self.progress())
+        super().on_step_end(args, state, control, **kwargs)
 
 
 def schedule_over(progress: Callable[[], float], name: str, optimizer: Optimizer, warmup_share: float) -> LambdaLR:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 
 from lilicorr_hf.doctor import write_probe
 from lilicorr_hf.modeling.generation_lilicorr import record
@@ -19,7 +19,7 @@ from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
 from lilicorr_hf.modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
 
 from .arguments import LiLiCorrTrainingArguments
-from .budget import TimeBudget, schedule_over
+from .budget import TimeBar, TimeBudget, schedule_over
 from .data import BlockDataset, collate
 from .objective import training_loss
 from .packing import PackedExample, check_packing
@@ -99,6 +99,8 @@ class LiLiCorrTrainer(PublishingTrainer):
         self.add_callback(AnchorEpoch)
         if args.max_hours is not None:
             self.add_callback(TimeBudget(args.max_hours))
+            if self.pop_callback(ProgressCallback) is not None:
+                self.add_callback(TimeBar(lambda: self.elapsed))
         self.target = target.eval().requires_grad_(False).to(args.device)
         if any(isinstance(example, PackedExample) for example in train_dataset.examples):
             check_packing(self.target, args.per_device_train_batch_size)

@@ -1,5 +1,7 @@
 """What changes in the course of a run: blocks, and the time that is left."""
 
+import sys
+
 import pytest
 import torch
 from runs import trainer_for
@@ -36,9 +38,13 @@ def test_stages_add_up(target, examples, tmp_path):
     assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
 
 
-def test_a_budget_of_time_ends_the_run_at_rate_zero(target, examples, tmp_path):
-    trainer = trainer_for(target, examples, tmp_path, max_hours=3 / 3600, lr_scheduler_type="linear")
+def test_a_budget_of_time_ends_the_run_at_rate_zero(target, examples, tmp_path, capsys):
+    options = {"max_hours": 3 / 3600, "lr_scheduler_type": "linear", "disable_tqdm": False}
+    trainer = trainer_for(target, examples, tmp_path, **options)
     trainer.train()
+    # The bar counts steps of this run, and only at its very first look all that a machine can count.
+    steps, bar = trainer.state.global_step, capsys.readouterr().err
+    assert f"{steps}/{steps} " in bar and bar.count(str(sys.maxsize)) == 1
     rates = logged(trainer, "learning_rate")
     assert trainer.elapsed == 1.0
     assert len(rates) == trainer.state.global_step > 3
