@@ -265,7 +265,7 @@ def profile(
         table.add_row(part.name, f"{part.milliseconds:.2f}", f"{result.percent(part):.1f}", *reading(part))
     table.add_row("all", f"{result.total:.2f}", "100.0")
     console.print(table)
-    choices = Table("from logits to draft; all of it", "ms a block", "MB of weights", "times their reading")
+    choices = Table("from logits to draft, and whole drafts", "ms a block", "MB of weights", "times their reading")
     for part in [*result.choices, *result.drafts]:
         choices.add_row(part.name, f"{part.milliseconds:.2f}", *reading(part))
     console.print(choices)

@@ -123,13 +123,10 @@ def draft_at(
     states = tapped_states(answer.hidden_states, [i + layer_shift for i in config.target_layer_ids])[0]
     block = torch.arange(config.block_size, device=rows.device)
     anchor_ids, mask = answer.ids[0, rows], (columns >= lag).long()
-    noise = torch.cat(
-        [anchor_ids, anchor_ids.new_full((len(rows), config.num_slots), assistant.mask_token_id)], dim=-1
-    )
     cache = DFlashCache(config=config)
     cache.set_previous_accepted_tokens(last)
     output = assistant(
-        noise_embeds=tables.embed(noise).to(assistant.device, assistant.dtype),
+        noise_embeds=tables.embed(assistant.block_ids(anchor_ids)).to(assistant.device, assistant.dtype),
         context_hidden_states=states[(columns - lag).clamp(min=0)].to(assistant.device, assistant.dtype),
         attention_mask=torch.cat([mask, mask.new_ones(len(rows), config.block_size)], dim=-1).to(assistant.device),
         position_ids=torch.cat([columns.clamp(min=0), rows + block], dim=-1).to(assistant.device),

@@ -216,8 +216,7 @@ class Blocks:
         rows = self.states.shape[1]
         watch.restart()
         anchor = torch.randint(self.config.vocab_size, (1, 1), device=self.target.device)
-        masks = anchor.new_full((1, block - 1), self.assistant.mask_token_id)
-        noise = self.tables.embed(torch.cat([anchor, masks], dim=-1)).to(assistant.dtype)
+        noise = self.tables.embed(assistant.block_ids(anchor)).to(assistant.dtype)
         self.draft_cache.set_previous_accepted_tokens(rows)
         positions = torch.arange(self.seen, self.seen + rows + block, device=anchor.device).unsqueeze(0)
         watch.stamp("embed")

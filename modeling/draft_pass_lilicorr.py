@@ -87,8 +87,7 @@ def draft_tensors(
     columns = torch.cat([torch.where(rows < new, seen + rows, length - block - 1), length - block + rows])
     column = torch.arange(length, device=counts.device)
     mask = (column < seen + new) | (column >= length - block)
-    masks = anchor_ids.new_full((anchor_ids.shape[0], block - 1), drafter.mask_token_id)
-    noise_embeds = tables.embed(torch.cat([anchor_ids, masks], dim=-1))
+    noise_embeds = tables.embed(drafter.block_ids(anchor_ids))
     output = drafter(
         noise_embeds=noise_embeds.to(context_states.dtype),
         context_hidden_states=context_states,

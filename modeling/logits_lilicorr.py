@@ -100,7 +100,7 @@ def is_watched(module: nn.Module) -> bool:
 
 @functools.cache
 def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies in bf16 itself; where it does not, a product takes eight times as long as in fp32."""
+    """Whether the CPU has instructions that multiply in bf16; without them fp32 is much faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -13,21 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3PreTrainedModel,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .cache_lilicorr import CACHE
@@ -38,6 +30,7 @@ from .draft_pass_lilicorr import DraftPass, Workspaces
 from .generation_lilicorr import BlockCandidateGenerator
 from .hook_lilicorr import install_hook_or_refuse
 from .lattice_lilicorr import Lattice, processed_slots
+from .layers_lilicorr import DFlashAttention, DFlashDecoderLayer
 from .linears_lilicorr import PackedWeights
 from .logits_lilicorr import DraftProduct
 from .target_lilicorr import TargetTables, check_target, require_mask_token
@@ -81,84 +74,6 @@ class DraftOutput(ModelOutput):
     proposal_logits: torch.Tensor | None = None
     lattice: Lattice | None = None
     finite: torch.Tensor | None = None
-
-
-def attention_implementation(attention_mask: torch.Tensor | BlockMask | None, configured: str) -> str:
-    """The configured one, unless a mask of packed blocks can be applied by one alone: a `BlockMask` by flex attention,
-    a boolean mask `[b, 1, q, k]` by SDPA."""
-    if isinstance(attention_mask, BlockMask):
-        return "flex_attention"
-    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
-        return "sdpa"
-    return configured
-
-
-class DFlashAttention(Qwen3Attention):
-    """Queries from the block; keys and values from the new context rows, then the block (DFlash, section 3)."""
-
-    def __init__(self, config: LiLiCorrConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.is_causal = False
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: DFlashCache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        # Queries are the last rows of the positions that keys span.
-        cos, sin = (x[..., -query.shape[-2] :, :].unsqueeze(1) for x in position_embeddings)
-        query = query * cos + rotate_half(query) * sin
-        rows = torch.cat([context_hidden_states, hidden_states], dim=1)
-        key, value = self.keys_and_values(rows, position_embeddings)
-        query = query.to(value.dtype)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-
-        implementation = attention_implementation(attention_mask, self.config._attn_implementation)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False, **kwargs
-        )
-        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
-
-    def keys_and_values(
-        self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[b, heads, n, d]` of context rows or rows of the block `[b, n, M]`."""
-        heads = (-1, self.head_dim)
-        key = self.k_norm(self.k_proj(rows).unflatten(-1, heads)).transpose(1, 2)
-        value = self.v_proj(rows).unflatten(-1, heads).transpose(1, 2)
-        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
-        key = key * cos + rotate_half(key) * sin
-        # Under autocast the norms leave keys in fp32, which not every kernel takes beside values in bf16.
-        return key.to(value.dtype), value
-
-
-class DFlashDecoderLayer(Qwen3DecoderLayer):
-    """A decoder layer of the block; with `conv_kernel_size`, each sublayer stands between two convolutions."""
-
-    def __init__(self, config: LiLiCorrConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.self_attn = DFlashAttention(config, layer_idx)
-        convolved = config.conv_kernel_size > 0
-        self.attention_conv = BlockConvolution(config) if convolved else None
-        self.mlp_conv = BlockConvolution(config) if convolved else None
-
-    def forward(self, hidden_states: torch.Tensor, block_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-        if self.attention_conv is None or self.mlp_conv is None:
-            return super().forward(hidden_states, **kwargs)
-        normed = self.input_layernorm(hidden_states)
-        before, after = self.attention_conv(normed, block_size)
-        hidden_states = hidden_states + after(self.self_attn(hidden_states=before(normed), **kwargs)[0])
-        normed = self.post_attention_layernorm(hidden_states)
-        before, after = self.mlp_conv(normed, block_size)
-        return hidden_states + after(self.mlp(before(normed)))
 
 
 class DFlashPreTrainedModel(Qwen3PreTrainedModel):
@@ -342,6 +257,10 @@ class DFlashModel(DFlashPreTrainedModel):
             return self.choose_tree(logits, output, anchor_ids, tables, tree, process)
         return self.choose(logits, output, anchor_ids, tables, process, temperature)
 
+    def block_ids(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """What the drafter reads of a block `[b, B]`: the anchors `[b, 1]`, then masks."""
+        return F.pad(anchor_ids, (0, self.config.block_size - 1), value=self.mask_token_id)
+
     def predict(
         self,
         context_states: torch.Tensor,
@@ -352,9 +271,7 @@ class DFlashModel(DFlashPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, DFlashOutput]:
         """The slots' logits `[b, S, V]` and the drafter's output; arguments as in [`DFlashModel.draft`]."""
-        block_size = self.config.block_size
-        masks = anchor_ids.new_full((anchor_ids.shape[0], block_size - 1), self.mask_token_id)
-        noise_embeds = tables.embed(torch.cat([anchor_ids, masks], dim=-1))
+        noise_embeds = tables.embed(self.block_ids(anchor_ids))
         cache.set_previous_accepted_tokens(context_states.shape[1])
         output = self(
             noise_embeds=noise_embeds.to(self.device, self.dtype),
@@ -363,7 +280,7 @@ class DFlashModel(DFlashPreTrainedModel):
             position_ids=position_ids,
             cache=cache,
         )
-        cache.crop(-block_size)
+        cache.crop(-self.config.block_size)
         # The anchor's row is dropped only now: a product of B rows is faster than one of B - 1, twice as fast on CPUs.
         return tables.logits(output.last_hidden_state, self.draft_product)[:, self.slot_rows], output
 

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from calls import compiled_graphs
 from tiny import FaultyOracle, tiny_assistant, tiny_target
 from transformers import StoppingCriteriaList
 
@@ -181,16 +182,8 @@ def test_who_watches_a_module_sees_its_calls(uncompiled, runs):
 
 def test_nothing_is_compiled_again_inside_a_bucket(monkeypatch):
     """Fifty rounds of a growing text and more, as one graph, and one more for buffers twice as long."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    real = torch.compile
+    graphs = compiled_graphs(monkeypatch)
     monkeypatch.setattr(draft_pass_lilicorr, "SMALLEST_BUCKET", 128)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend=backend))
-    torch._dynamo.reset()
     assistants = [tiny_assistant(2, scoring=mode).double() for mode in ("compile", "eager")]
     results = [decode(assistant, max_new_tokens=70) for assistant in assistants]
     assert_same(*results)

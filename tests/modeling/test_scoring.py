@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from calls import compiled_graphs
 from tiny import tiny_assistant, tiny_target
 
 from lilicorr_hf.modeling import scoring_lilicorr
@@ -134,14 +135,7 @@ def test_a_mode_that_cannot_be_had_gives_way_with_one_warning(model, tables, cap
 
 def test_text_drafted_by_compiled_scores_is_the_same_and_compiled_once(monkeypatch):
     """Over fifty rounds of a growing text."""
-    compilations = []
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-        return graph.forward
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend=backend))
+    graphs = compiled_graphs(monkeypatch)
     target, assistant = tiny_target("llama"), tiny_assistant(scoring="compile").double()
     ids = torch.tensor([[1, 2, 3]])
     plain = target.generate(ids, max_new_tokens=60, do_sample=False)
@@ -150,7 +144,7 @@ def test_text_drafted_by_compiled_scores_is_the_same_and_compiled_once(monkeypat
     assert torch.equal(target.generate(ids, max_new_tokens=60, do_sample=False, assistant_model=assistant), plain)
     handle.remove()
     assert not assistant.scoring.unavailable
-    assert len(rounds) >= 50 and len(compilations) == 1
+    assert len(rounds) >= 50 and len(graphs) == 1
 
 
 @torch.no_grad()

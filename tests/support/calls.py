@@ -1,4 +1,4 @@
-"""Listening to `generate` calls, and comparing all that two of them return."""
+"""Listening to `generate` calls and to the compiler, and comparing all that two calls return."""
 
 import functools
 from typing import Any
@@ -127,3 +127,17 @@ def assert_equal_caches(ours, theirs):
         else:
             assert_close(our_layer.keys, their_layer.keys)
             assert_close(our_layer.values, their_layer.values)
+
+
+def compiled_graphs(monkeypatch) -> list:
+    """Whatever `torch.compile` makes graphs of from here on, which run as they are."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend=backend))
+    torch._dynamo.reset()
+    return graphs
