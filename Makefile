@@ -15,7 +15,7 @@ generate: setup
 
 test: setup quality docs
 	$(BIN)/lilicorr fetch-target smollm2-135m
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # Tests of the page drive a real browser and are skipped where there is none. This installs Debian's.
 browser:
@@ -56,18 +56,20 @@ FEW := $(addprefix $(DATA)/,gsm8k.jsonl humaneval.jsonl mtbench.jsonl)
 BENCH := $(BIN)/lilicorr bench --page docs/benchmarks.md
 # Output and share of the minutes, in percent.
 run = $(BENCH) --output runs/benchmark/$(1).json --minutes $$(( $(MINUTES) * $(2) / 100 ))
-VARIANTS := lilicorr lilicorr:adaptive_draft=true argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
+VARIANTS := lilicorr argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
 LONG := lilicorr lilicorr:yarn=1024 lilicorr:context_window=1024 argmax
-ALL := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32 transformers-dflash prompt-lookup
+ALL := lilicorr lilicorr:adaptive_draft=true argmax lilicorr-tree:nodes=32 ddtree:nodes=32 transformers-dflash prompt-lookup
+CHAINS_AND_TREES := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32
 benchmark: setup
-	$(call run,greedy,27) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
-	$(call run,bf16,16) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,sets,11) --limit 10 $(DATA)
-	$(call run,sampling,12) --temperatures 1 --system lilicorr --system lilicorr:sampled_walk=true --system argmax $(FEW)
-	$(call run,concurrency,10) --batch-sizes 1,2,4,8,16,32 --limit 64 --full-length --max-new-tokens 64 $(FEW)
-	$(call run,lengths,15) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
+	$(call run,greedy,36) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
+	$(call run,bf16,22) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
+	$(call run,sets,10) $(addprefix --system ,$(CHAINS_AND_TREES)) --limit 10 --batch-sizes 10 $(DATA)
+	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(CHAINS_AND_TREES)) --system lilicorr:sampled_walk=true $(FEW)
+	$(call run,concurrency,7) $(addprefix --system ,$(CHAINS_AND_TREES)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
+		--full-length --max-new-tokens 64 $(FEW)
+	$(call run,lengths,9) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
-	$(call run,ablations,9) $(addprefix --system ,$(VARIANTS)) $(FEW)
+	$(call run,ablations,8) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200

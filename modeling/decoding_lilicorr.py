@@ -102,7 +102,7 @@ class BlockDecoder:
         self.by_row = len(input_ids) > 1 and self.rows_are_independent(logits_processor, stopping_criteria)
         if self.by_row:
             self.all_lanes = [
-                Lane(ids, row_processors(logits_processor, i), stopping_criteria, generation_config)
+                Lane(ids, row_processors(logits_processor, i), stopping_criteria, generation_config, first=i)
                 for i, ids in enumerate(input_ids.split(1))
             ]
             self.give_rows_their_arguments(input_ids)

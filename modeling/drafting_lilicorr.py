@@ -190,9 +190,13 @@ class RowDrafting(BlockDrafting):
             return
         self.recording.passes += 1
         seconds = self._now() - self._verify_start
-        rows = [(ids, count) for lane, count in zip(lanes, counts, strict=True) for ids in lane.ids]
-        for row, (ids, count) in enumerate(rows):
-            self.record_block(ids, row, drafted, count - 1, seconds, len(rows))
+        rows = [
+            (ids, count, sequence)
+            for lane, count in zip(lanes, counts, strict=True)
+            for sequence, ids in enumerate(lane.ids, start=lane.first)
+        ]
+        for row, (ids, count, sequence) in enumerate(rows):
+            self.record_block(ids, row, drafted, count - 1, seconds, len(rows), sequence)
 
 
 def survival(lattice: Lattice, budget: int) -> list[float]:

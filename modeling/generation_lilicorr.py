@@ -61,6 +61,7 @@ class BlockRecord:
     Of a tree, `drafted` counts all nodes, and the accepted ones are a path in it.
 
     Args:
+        sequence (`int`): its place in the batch, as `generate` returns it.
         anchor_id (`int`): the token the block follows; this and the rest with `record(lattice=True)` only.
         draft_ids (`list[int]`): the `drafted` tokens.
         verified_ids (`list[int]`): what the target kept of them, then its own token: `accepted + 1`.
@@ -72,6 +73,7 @@ class BlockRecord:
     accepted: int
     draft_seconds: float
     verify_seconds: float
+    sequence: int = 0
     anchor_id: int | None = None
     draft_ids: list[int] | None = None
     verified_ids: list[int] | None = None
@@ -232,7 +234,9 @@ class BlockDrafting:
         # A copy, so that the rows left out are freed.
         return context[:, excess - cached :].clone() if excess > cached else context
 
-    def record_block(self, ids, row: int, drafted: int, accepted: int, verify_seconds: float, rows: int = 1) -> None:
+    def record_block(
+        self, ids, row: int, drafted: int, accepted: int, verify_seconds: float, rows: int = 1, sequence: int = 0
+    ) -> None:
         """Adds the verification of one sequence of `rows` that a pass verified; only while recording.
 
         Args:
@@ -240,9 +244,10 @@ class BlockDrafting:
             row (`int`): its row in the draft.
             drafted, accepted (`int`): tokens proposed, and kept.
             verify_seconds (`float`): of the pass, shared by its rows as is the time of the draft.
+            sequence (`int`): its place in the batch.
         """
         assert self.recording is not None
-        block = BlockRecord(drafted, accepted, self._draft_seconds / rows, verify_seconds / rows)
+        block = BlockRecord(drafted, accepted, self._draft_seconds / rows, verify_seconds / rows, sequence)
         if self.recording.lattice:
             block.anchor_id, *block.verified_ids = ids[-accepted - 2 :].tolist()
             block.draft_ids = []

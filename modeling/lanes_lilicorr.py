@@ -33,6 +33,7 @@ class Lane:
         processors (`LogitsProcessorList`), criteria (`StoppingCriteriaList`), config (`GenerationConfig`): the call's.
         streamer (`BaseStreamer`): takes the tokens.
         returned ([`Returned`]): takes scores and logits.
+        first (`int`): place of the first row in the batch.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Lane:
         config: GenerationConfig,
         streamer: Any = None,
         returned: "Returned | None" = None,
+        first: int = 0,
     ):
         self.ids = ids
+        self.first = first
         self.processors = processors
         self.criteria = criteria
         self.do_sample = config.do_sample

@@ -30,7 +30,7 @@ VARIABLE = "LILICORR_PACK"
 LARGEST_TARGET = 2 << 30
 # Below this many weights, and for fewer or more rows, there is nothing to gain.
 SMALLEST_WEIGHT = 1 << 18
-PACKED_ROWS = range(4, 65)
+PACKED_ROWS = range(2, 65)
 
 
 class PackedWeights:

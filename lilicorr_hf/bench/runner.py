@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -126,6 +127,8 @@ class Runner:
         }
         if run is plain:
             return numbers | {"blocks": run.tokens - len(run.rows), "accepted": 0}
+        if how.batch > 1:
+            numbers["by_sequence"] = counts_by_sequence(run.recording.blocks)
         if run.recording.blocks:
             numbers |= {"draft": run.recording.draft_seconds, "verify": run.recording.verify_seconds}
             numbers |= pool_counts(run.recording.blocks, run.rows[0])
@@ -150,6 +153,14 @@ def answered(inputs: BatchEncoding, run: Run) -> list[tuple[torch.Tensor, list[i
     """Prompts `[1, n]` without padding, and their new tokens."""
     rows = zip(inputs["input_ids"], inputs["attention_mask"], run.rows, strict=True)
     return [(ids[mask.bool()].unsqueeze(0), answer) for ids, mask, answer in rows]
+
+
+def counts_by_sequence(blocks: list[BlockRecord]) -> list[tuple[int, int]]:
+    """Accepted tokens and blocks of each sequence of a batch that was verified."""
+    kept: dict[int, list[int]] = defaultdict(list)
+    for block in blocks:
+        kept[block.sequence].append(block.accepted)
+    return [(sum(accepted), len(accepted)) for _, accepted in sorted(kept.items())]
 
 
 def go_on(chat: Chat, answer: str, question: str) -> Chat:

@@ -105,7 +105,8 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
     `tau_std` and `speedup_std` are over seeds.
     """
     runs = [row["systems"][system] for row in rows]
-    tau, tau_low, tau_high = tau_interval([run["accepted"] for run in runs], [run["blocks"] for run in runs])
+    prompts = [counts for run in runs for counts in counts_of(run)]
+    tau, tau_low, tau_high = tau_interval([kept for kept, _ in prompts], [blocks for _, blocks in prompts])
     median, low, high = median_interval([speedup(row, system) for row in rows])
     result = names | {
         "category": category,
@@ -114,7 +115,7 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
         "tau": tau,
         "tau_low": tau_low,
         "tau_high": tau_high,
-        "tau_mean": mean([1 + run["accepted"] / run["blocks"] for run in runs if run["blocks"]]),
+        "tau_mean": mean([1 + kept / blocks for kept, blocks in prompts if blocks]),
         "tokens_per_second": statistics.median(rate(row, system) for row in rows),
         "speedup": median,
         "speedup_low": low,
@@ -123,6 +124,11 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
         "passes": sum(run["passes"] for run in runs),
     }
     return result | stages(runs) | pool(runs) | exactness(runs) | spread(rows, system)
+
+
+def counts_of(run: dict[str, Any]) -> list[tuple[int, int]]:
+    """Accepted tokens and blocks of each prompt, of which a batch has several, as far as they were told apart."""
+    return run.get("by_sequence") or [(run["accepted"], run["blocks"])]
 
 
 def mean(values: list[float]) -> float:

@@ -41,6 +41,15 @@ def test_tau_weighs_blocks_and_its_mean_weighs_prompts():
     assert ours["count"] == 2 and ours["passes"] == 12 and ours["identical"] == 2
 
 
+def test_prompts_of_a_batch_are_prompts():
+    """One batch of two prompts and one of one: tau and its interval are those of three prompts."""
+    batch = run(5, accepted=8, blocks=10, by_sequence=[(6, 2), (2, 8)], identical=2)
+    rows = [row("d/1+2", batch=2, lilicorr=batch), row("d/3", batch=2, lilicorr=run(5, accepted=3, blocks=3))]
+    ours = summarise(rows)[1]
+    assert ours["tau"] == 1 + 11 / 13 and ours["tau_mean"] == pytest.approx((4 + 1.25 + 2) / 3)
+    assert (ours["tau"], ours["tau_low"], ours["tau_high"]) == tau_interval([6, 2, 3], [2, 8, 3])
+
+
 def test_intervals():
     assert median_interval([1.5] * 8) == (1.5, 1.5, 1.5)
     assert tau_interval([4] * 5, [2] * 5) == (3, 3, 3)

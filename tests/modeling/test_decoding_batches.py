@@ -237,13 +237,10 @@ def test_recorded_blocks_are_those_of_the_rows(llama):
         assert len(block.verified_ids) == block.accepted + 1
         assert block.draft_ids[: block.accepted] == block.verified_ids[: block.accepted]
         assert not block.draft_ids or block.lattice.candidate_ids.shape == (1, 4, 3)
-        answers.setdefault(block.anchor_id, []).append(block.verified_ids)
-    for row in output[:, 9:].tolist():
-        at = 0
-        while at + 1 < len(row):
-            match = [ids for ids in answers[row[at]] if row[at + 1 : at + 1 + len(ids)] == ids]
-            assert match
-            at += max(map(len, match))
+        answer = answers.setdefault(block.sequence, [block.anchor_id])
+        assert answer[-1] == block.anchor_id
+        answer += block.verified_ids
+    assert [answers[row] for row in range(5)] == output[:, 9:].tolist()
 
 
 def test_a_target_without_positions_among_its_arguments(by_row):
