@@ -14,10 +14,14 @@ WIDTH = 64
 VOCAB = SMALLEST_HEAD // WIDTH
 
 
-@pytest.fixture(autouse=True)
-def bf16_cpu(monkeypatch):
-    """Other CPUs emulate what this is for."""
+@pytest.fixture(autouse=True, params=["left factor", "packed"])
+def bf16_cpu(request, monkeypatch):
+    """Other CPUs emulate what this is for, but for packed copies."""
+    packs = request.param == "packed"
+    if packs and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("needs a CPU with AVX-512's bf16 instructions")
     monkeypatch.setattr(logits_lilicorr, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(logits_lilicorr, "cpu_packs_bf16", lambda: packs)
     with torch.no_grad():
         yield
 
