@@ -63,7 +63,7 @@ CHAINS_AND_TREES := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32
 benchmark: setup
 	$(call run,greedy,36) $(addprefix --system ,$(ALL)) --limit 20 $(FEW)
 	$(call run,bf16,22) $(addprefix --system ,$(ALL)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,sets,10) $(addprefix --system ,$(CHAINS_AND_TREES)) --limit 10 --batch-sizes 10 $(DATA)
+	$(call run,sets,10) $(addprefix --system ,$(CHAINS_AND_TREES)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
 	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(CHAINS_AND_TREES)) --system lilicorr:sampled_walk=true $(FEW)
 	$(call run,concurrency,7) $(addprefix --system ,$(CHAINS_AND_TREES)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
 		--full-length --max-new-tokens 64 $(FEW)

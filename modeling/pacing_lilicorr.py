@@ -16,9 +16,11 @@ TRIAL = 3
 # Passes without a draft after the first verdict against it, and at most; every verdict in a row doubles them.
 FIRST_REST, LONGEST_REST = 16, 128
 # What a block counts for in running sums when the next one is added.
-DECAY = 0.9
+DECAY = 0.98
 # How fast the correction of what a drafter expects moves.
-CORRECTION = 0.4
+CORRECTION = 0.1
+# Standard errors by which blocks must miss what they cost before they are given up.
+DOUBT = 0.75
 # Times kept of each kind of pass; their median stands for all.
 SAMPLES = 5
 
@@ -27,16 +29,17 @@ class Pace:
     """
     The course of one call of one sequence.
 
-    A draft is cut where another token is expected to earn less than its rows cost at the better of two rates: that of
-    the blocks lately, and that of plain decoding. Drafting pauses when the first is the lower one, and is tried again
-    after a rest. What a drafter expects is corrected by what the target accepted lately.
+    A draft is cut where another token is expected to earn less than its rows cost at the rate of plain decoding.
+    Drafting pauses when blocks earn less than that, beyond what chance explains, and is tried again after a rest.
+    What a drafter expects is corrected by what the target accepts.
     """
 
     def __init__(self) -> None:
         self.pass_seconds: dict[int, deque[float]] = {}
         self.blocks = self.resting = 0
         self.rest = FIRST_REST
-        self.tokens = self.seconds = 0.0
+        # Sums over the blocks lately.
+        self.tokens = self.seconds = self.weight = 0.0
         self.exponent, self.expected = 1.0, 0.0
 
     def wants_draft(self) -> bool:
@@ -60,8 +63,8 @@ class Pace:
         full = len(survival)
         if 0 not in self.pass_seconds or max(self.pass_seconds) < full:
             return full
-        rate = max(1 / self.plain_seconds, self.tokens / self.seconds if self.seconds else 0.0)
-        earned, best, length = 1.0, 1 - rate * self.plain_seconds, 0
+        rate = 1 / self.plain_seconds
+        earned, best, length = 1.0, 0.0, 0
         for drafted, chance in enumerate(survival, start=1):
             earned += chance
             if (worth := earned - rate * self.expected_seconds(drafted)) > best:
@@ -103,15 +106,20 @@ class Pace:
             # The first draft reads the prompt, and does what is done once.
             return
         self.blocks += 1
+        self.weight = DECAY * self.weight + 1
         self.tokens = DECAY * self.tokens + tokens
         self.seconds = DECAY * self.seconds + draft_seconds + pass_seconds
         if 0 in self.pass_seconds and self.blocks >= TRIAL:
             self.judge()
 
     def judge(self) -> None:
-        if self.tokens / self.seconds < 1 / self.plain_seconds:
+        # Tokens a block earns, and would have to; those of a constant chance would be geometric.
+        earned, needed = self.tokens / self.weight, self.seconds / self.weight / self.plain_seconds
+        error = math.sqrt(max(needed * (needed - 1), 0.0) / self.weight)
+        # Whoever was given up has to show that it pays.
+        if earned < needed - (DOUBT * error if self.rest == FIRST_REST else 0.0):
             self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
-            self.blocks, self.tokens, self.seconds = 0, 0.0, 0.0
+            self.blocks, self.tokens, self.seconds, self.weight = 0, 0.0, 0.0, 0.0
         elif self.blocks > 2 * TRIAL:
             self.rest = FIRST_REST
 
