@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 from tiny import tiny_assistant, tiny_target
@@ -109,7 +110,7 @@ def context():
 
 
 @pytest.fixture
-def visit(context, url):
+def visit(context, url, example):
     """Opens the page; in the end no console error and no request to another host may have been."""
     pages, complaints = [], []
 
@@ -123,6 +124,9 @@ def visit(context, url):
         page.on("request", lambda request: is_foreign(request.url, url) and complaints.append(request.url))
         page.goto(f"{url}?{query}")
         page.locator("#lattice .chart").wait_for()
+        # The page opens on its first example, and shows what the address asks for a moment later.
+        for name in parse_qs(query).get("example", []):
+            page.get_by_text(example(name)["title"]).first.wait_for()
         return page
 
     yield visit
