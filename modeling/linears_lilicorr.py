@@ -33,6 +33,16 @@ SMALLEST_WEIGHT = 1 << 18
 PACKED_ROWS = range(2, 65)
 
 
+def packed_copy(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of `weight [out, in]` in oneDNN's layout for few rows. Nothing but [`packed_linear`] can read it."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS[-1])
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` by a [`packed_copy`] of the weight."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], None)
+
+
 class PackedWeights:
     """
     Copies of weights `[out, in]` in oneDNN's layout. What it keeps depends on weights alone, so threads share it; a
@@ -55,7 +65,7 @@ class PackedWeights:
         given = F.linear(torch.linspace(1, 2, weight.shape[1]), weight)
         kept = self.copies.get(weight)
         if kept is None or not torch.equal(kept[0], given):
-            kept = given, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS[-1])
+            kept = given, packed_copy(weight.detach())
             self.copies[weight] = kept
         return kept[1]
 
@@ -81,7 +91,7 @@ class PackedLinears(TorchFunctionMode):
             x, weight, *bias = args
             if id(weight) not in self.copies:
                 self.copies[id(weight)] = self.packed.of(weight)
-            return torch.ops.mkldnn._linear_pointwise(x, self.copies[id(weight)], *bias or [None], "none", [], None)
+            return packed_linear(x, self.copies[id(weight)], *bias)
         return func(*args, **(kwargs or {}))
 
     def packs(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -137,4 +147,4 @@ def why_not(target: "PreTrainedModel", weights: list[nn.Parameter]) -> str | Non
     return None
 
 
-__all__ = ["PACKED_ROWS", "PackedLinears", "PackedWeights", "packed_linears"]
+__all__ = ["PACKED_ROWS", "PackedLinears", "PackedWeights", "packed_copy", "packed_linear", "packed_linears"]

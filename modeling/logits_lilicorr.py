@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .linears_lilicorr import packed_copy, packed_linear
+
 
 # Each row's best candidates of the bf16 product whose logits are computed exactly; a lattice takes 8 of them or 16.
 EXACT_CANDIDATES = 32
 # Below this many weights there is nothing to gain.
 SMALLEST_HEAD = 1 << 22
-# Rows that oneDNN's layout is chosen for.
-PACKED_FOR = 8
 
 
 class DraftProduct:
@@ -58,11 +58,11 @@ class DraftProduct:
         if not multiplies_in_bf16(head):
             return None
         if packs:
-            multiply = functools.partial(packed_product, self.copy(head.weight, in_packed_bf16))
+            multiply = functools.partial(packed_linear, packed=self.copy(head.weight, packed_bf16_copy))
         elif head.weight.dtype == torch.bfloat16:
-            multiply = functools.partial(weight_first, head.weight)
+            multiply = functools.partial(weight_first, weight=head.weight)
         else:
-            multiply = functools.partial(weight_first, self.copy(head.weight, torch.Tensor.bfloat16))
+            multiply = functools.partial(weight_first, weight=self.copy(head.weight, torch.Tensor.bfloat16))
         return functools.partial(bf16_product, multiply)
 
     def copy(self, weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -95,18 +95,13 @@ def bf16_product(
     return coarse.to(exact.dtype).scatter_(-1, ids, exact)
 
 
-def weight_first(weight: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def weight_first(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`F.linear` with the weight as left factor: for few rows in bf16 less than half the time on CPUs with AMX."""
     return (weight @ states.t()).t().contiguous()
 
 
-def in_packed_bf16(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), PACKED_FOR)
-
-
-def packed_product(packed: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """`F.linear` by a copy that [`in_packed_bf16`] made."""
-    return torch.ops.mkldnn._linear_pointwise(states, packed, None, "none", [], None)
+def packed_bf16_copy(weight: torch.Tensor) -> torch.Tensor:
+    return packed_copy(weight.bfloat16())
 
 
 def multiplies_in_bf16(head: nn.Module) -> TypeGuard[nn.Linear]:
@@ -135,8 +130,7 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def cpu_packs_bf16() -> bool:
-    """Whether a bf16 product of few rows is fastest by a packed copy of its weight: with AVX-512's instructions, 3 ms
-    instead of 8 for SmolLM2's output head on an AMD EPYC (Zen 5), where AMX has the left factor's order."""
+    """Whether a packed copy of its weight makes a bf16 product of few rows fastest; with AMX [`weight_first`] does."""
     amx = torch.cpu._is_amx_tile_supported()
     return torch.cpu._is_avx512_bf16_supported() and not amx and torch.backends.mkldnn.is_available()
 
