@@ -19,7 +19,7 @@ FIRST_REST, LONGEST_REST = 16, 128
 DECAY = 0.98
 # How fast the correction of what a drafter expects moves.
 CORRECTION = 0.1
-# Standard errors by which blocks must miss what they cost before they are given up.
+# Standard errors by which blocks must earn less than they cost before they are given up.
 DOUBT = 0.75
 # Times kept of each kind of pass; their median stands for all.
 SAMPLES = 5
@@ -38,8 +38,7 @@ class Pace:
         self.pass_seconds: dict[int, deque[float]] = {}
         self.blocks = self.resting = 0
         self.rest = FIRST_REST
-        # Sums over the blocks lately.
-        self.tokens = self.seconds = self.weight = 0.0
+        self.tokens = self.seconds = 0.0
         self.exponent, self.expected = 1.0, 0.0
 
     def wants_draft(self) -> bool:
@@ -63,11 +62,11 @@ class Pace:
         full = len(survival)
         if 0 not in self.pass_seconds or max(self.pass_seconds) < full:
             return full
-        rate = 1 / self.plain_seconds
+        plain = self.plain_seconds
         earned, best, length = 1.0, 0.0, 0
         for drafted, chance in enumerate(survival, start=1):
             earned += chance
-            if (worth := earned - rate * self.expected_seconds(drafted)) > best:
+            if (worth := earned - self.expected_seconds(drafted) / plain) > best:
                 best, length = worth, drafted
         # A trial of nothing would teach nothing.
         return max(length, min(1, full)) if self.blocks < TRIAL else length
@@ -106,20 +105,20 @@ class Pace:
             # The first draft reads the prompt, and does what is done once.
             return
         self.blocks += 1
-        self.weight = DECAY * self.weight + 1
         self.tokens = DECAY * self.tokens + tokens
         self.seconds = DECAY * self.seconds + draft_seconds + pass_seconds
         if 0 in self.pass_seconds and self.blocks >= TRIAL:
             self.judge()
 
     def judge(self) -> None:
-        # Tokens a block earns, and would have to; those of a constant chance would be geometric.
-        earned, needed = self.tokens / self.weight, self.seconds / self.weight / self.plain_seconds
-        error = math.sqrt(max(needed * (needed - 1), 0.0) / self.weight)
-        # Whoever was given up has to show that it pays.
-        if earned < needed - (DOUBT * error if self.rest == FIRST_REST else 0.0):
+        # Tokens that plain decoding writes in that time, and by how much blocks that earn as many miss them by chance,
+        # sums of geometric numbers. Whoever was given up before has to show that it pays.
+        needed, blocks = self.seconds / self.plain_seconds, (1 - DECAY**self.blocks) / (1 - DECAY)
+        error = math.sqrt(max(needed * (needed / blocks - 1), 0.0))
+        doubt = DOUBT if self.rest == FIRST_REST else 0.0
+        if self.tokens < needed - doubt * error:
             self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
-            self.blocks, self.tokens, self.seconds, self.weight = 0, 0.0, 0.0, 0.0
+            self.blocks, self.tokens, self.seconds = 0, 0.0, 0.0
         elif self.blocks > 2 * TRIAL:
             self.rest = FIRST_REST
 
