@@ -1,11 +1,9 @@
 import os
 
 
-# One of pytest-xdist's processes, and what it starts, has its share of the cores.
-os.environ.setdefault(
-    "OMP_NUM_THREADS",
-    str(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))),
-)
+# One of several processes, and what it starts, leaves the other cores to the others.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton, where it is installed, runs kernels on a CPU only if it is told so before anything imports it.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
 
@@ -16,6 +14,7 @@ from goldens import Golden
 import lilicorr_hf
 
 
+THREADS = torch.get_num_threads()
 # Tiny models are slower on many threads, far slower where something else keeps the cores busy.
 torch.set_num_threads(1)
 
@@ -32,11 +31,10 @@ def smollm2_pair():
 
 @pytest.fixture
 def smollm2(smollm2_pair):
-    """The shipped pair on its real target, fetched on first use, and many threads: model, tokenizer, assistant."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    """The shipped pair on its real target, fetched on first use, and all threads: model, tokenizer, assistant."""
+    torch.set_num_threads(THREADS)
     yield smollm2_pair
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item):
