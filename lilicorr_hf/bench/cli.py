@@ -23,7 +23,7 @@ from .pictures import draw
 from .plan import Item, Options, plan
 from .prompts import Prompt
 from .runner import ResultFile, Runner, run_items
-from .statistics import mismatches, summarise
+from .statistics import mismatches, overall, summarise
 from .systems import METHODS, Setting, System, parse_systems
 from .tables import exactness_note, session_note, tables
 
@@ -209,15 +209,15 @@ def report(results: ResultFile, subject: dict[str, Any], output: Path | None, pa
     if not results.rows:
         raise ValueError("Not one prompt was decoded in time; give more `--minutes`.")
     provenance = {"subject": subject, "sessions": results.sessions}
-    summaries = summarise(results.rows)
-    found = tables(summaries)
+    summaries, over_all = summarise(results.rows), overall(results.rows)
+    found = tables(summaries, over_all)
     for table in found:
         if not table.wide:
             console.print(table.rich())
     console.print(exactness_note(summaries))
     if output is None:
         return
-    numbers = {"provenance": provenance, "summary": summaries, "rows": results.rows}
+    numbers = {"provenance": provenance, "summary": summaries, "overall": over_all, "rows": results.rows}
     output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     text = "\n".join([session_note(provenance) + "\n", *(table.markdown() for table in found)])
     output.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -93,6 +93,25 @@ def summarise(rows: list[Row]) -> list[Summary]:
     return found
 
 
+def overall(rows: list[Row]) -> list[Summary]:
+    """One summary for each condition and system, over the prompts of all datasets.
+
+    Besides what [`summary`] has: `items`, and at how many of them the system was `not_slower` than plain decoding;
+    `lead`, the first system's speed over this one's on the same prompts, a median with `lead_low` and `lead_high`.
+    """
+    found = []
+    for key, group in grouped(with_tiers(rows), GROUP[1:]).items():
+        systems = [name for name in systems_of(group) if name != PLAIN]
+        for name in systems:
+            leads = [rate(row, systems[0]) / rate(row, name) for row in group]
+            lead, low, high = median_interval(leads)
+            pairs = {"items": len(group), "not_slower": sum(speedup(row, name) >= 1 for row in group)}
+            pairs |= {"first": systems[0], "lead": lead, "lead_low": low, "lead_high": high}
+            names = {"dataset": None} | dict(zip(GROUP[1:], key, strict=True))
+            found.append(summary(names, None, group, name) | pairs)
+    return found
+
+
 def systems_of(rows: list[Row]) -> list[str]:
     """Those that took part in every row, so that medians are over the same prompts."""
     return [name for name in rows[0]["systems"] if all(name in row["systems"] for row in rows)]

@@ -115,14 +115,19 @@ def seed_cell(summary: Summary) -> str:
     return f"{summary['tau']:.2f} ({summary['tau_std']:.2f}) / {speed}"
 
 
-def tables(summaries: list[Summary]) -> list[Table]:
-    """All tables that a run has numbers for; those of one temperature together."""
+def tables(summaries: list[Summary], over_all: list[Summary]) -> list[Table]:
+    """All tables that a run has numbers for; those of one temperature together.
+
+    Args:
+        summaries, over_all (list of [`Summary`]): of [`summarise`] and [`overall`].
+    """
     found = []
     for temperature in sorted({summary["temperature"] for summary in summaries}):
         chosen = [summary for summary in summaries if summary["temperature"] == temperature]
         whole = [summary for summary in chosen if summary["category"] is None]
         regime = "greedy" if temperature == 0 else f"T={temperature:g}"
         found += temperature_tables(whole, regime)
+        found.append(overall_table([s for s in over_all if s["temperature"] == temperature], regime))
         categories = [summary for summary in chosen if summary["category"] is not None]
         if categories:
             lines = Lines(categories, ("dataset", "category", "batch", "length", "tier"))
@@ -159,6 +164,25 @@ def average(lines: Lines, systems: list[str]) -> list[str]:
         whole = len(found) == len(lines.by_line)
         cells.append(f"{mean:.{1 if system == PLAIN else 2}f}{unit}" if whole else DASH)
     return ["average", *[""] * (len(lines.names) - 1), *cells]
+
+
+def overall_table(summaries: list[Summary], regime: str) -> Table:
+    """Medians over the prompts of all datasets, a line for each system."""
+    lines = Lines(summaries, ("batch", "length", "tier"))
+    first = summaries[0]["first"]
+    body = []
+    for key, found in lines.by_line.items():
+        for name, summary in found.items():
+            lead = f"{summary['lead']:.2f}x{bounds(summary['lead_low'], summary['lead_high'])}"
+            not_slower = f"{summary['not_slower']}/{summary['items']}"
+            cells = [speed_cell(summary), not_slower, DASH if name == first else lead, f"{summary['tau']:.3f}"]
+            body.append([*lines.labels(key), name, *cells])
+    note = (
+        "Medians over all prompts (batches, if there are several at a time) and their 95% confidence intervals; not "
+        "slower: than plain decoding of the same prompt."
+    )
+    heads = [*lines.heads(), "system", "speed-up", "not slower", f"{first}'s speed over it", "tau"]
+    return Table(f"All prompts, {regime}", heads, body, note)
 
 
 def variant_table(lines: Lines, variants: list[str], regime: str) -> Table:

@@ -9,7 +9,7 @@ import torch
 from lilicorr_hf.bench.cli import main
 from lilicorr_hf.bench.compare import compare
 from lilicorr_hf.bench.runner import pool_counts
-from lilicorr_hf.bench.statistics import median_interval, mismatches, summarise, tau_interval, with_tiers
+from lilicorr_hf.bench.statistics import median_interval, mismatches, overall, summarise, tau_interval, with_tiers
 from lilicorr_hf.bench.tables import Table, tables
 from lilicorr_hf.modeling.generation_lilicorr import BlockRecord
 from lilicorr_hf.modeling.lattice_lilicorr import Lattice
@@ -30,6 +30,10 @@ def row(item="d/1", dataset="d", category="a", turn=0, temperature=0.0, seed=Non
     names = {"item": item, "dataset": dataset, "ids": [item], "category": category, "turn": turn}
     how = {"temperature": temperature, "seed": seed, "batch": batch, "length": length}
     return names | how | {"input_tokens": [5], "systems": {"plain": run(10)} | systems}
+
+
+def made_of(rows):
+    return tables(summarise(rows), overall(rows))
 
 
 def test_tau_weighs_blocks_and_its_mean_weighs_prompts():
@@ -105,7 +109,7 @@ def test_tables_name_only_what_varies():
         for name in ("code", "math")
         for batch in (4, 1)
     ]
-    speed, acceptance, details = tables(summarise(rows))
+    speed, acceptance, details, _ = made_of(rows)
     assert speed.columns == ["prompts", "batch", "plain", "lilicorr", "argmax"]
     assert [line[:2] for line in speed.lines] == [
         ["code", "1"],
@@ -126,13 +130,27 @@ def test_lines_go_from_short_to_long_and_from_low_to_high_entropy():
         for length in (200, 100)
         for i, entropy in enumerate((5, 1, 3))
     ]
-    lines = [line[:3] for line in tables(summarise(rows))[0].lines[:-1]]
+    lines = [line[:3] for line in made_of(rows)[0].lines[:-1]]
     assert lines == [["d", length, tier] for length in ("100", "200") for tier in ("low", "mixed", "high")]
+
+
+def test_all_prompts_are_compared_pairwise():
+    """Seconds of plain decoding are 10: twice, once and half as fast, on prompts of two datasets."""
+    rows = [
+        row("code/1", "code", lilicorr=run(5, accepted=9), argmax=run(10)),
+        row("math/1", "math", lilicorr=run(10, accepted=0), argmax=run(10)),
+        row("math/2", "math", lilicorr=run(20, accepted=0), argmax=run(16)),
+    ]
+    table = next(table for table in made_of(rows) if table.title == "All prompts, greedy")
+    assert table.columns == ["batch", "system", "speed-up", "not slower", "lilicorr's speed over it", "tau"]
+    ours, theirs = table.lines
+    assert ours == ["1", "lilicorr", "1.00x (0.50–2.00)", "2/3", "–", "1.333"]
+    assert theirs == ["1", "argmax", "1.00x (0.62–1.00)", "2/3", "1.00x (0.80–2.00)", "1.000"]
 
 
 def test_variants_are_compared_with_what_they_vary():
     rows = [row(lilicorr=run(5, accepted=9), **{"lilicorr:walk=viterbi": run(5, accepted=0)})]
-    table = next(table for table in tables(summarise(rows)) if "other rules" in table.title)
+    table = next(table for table in made_of(rows) if "other rules" in table.title)
     assert table.lines == [["d", "2.000", "1.000 (-50.0%)"]]
 
 
