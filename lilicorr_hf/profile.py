@@ -19,7 +19,7 @@ from .modeling.cache_lilicorr import CACHE
 from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
 from .modeling.generation_lilicorr import record
 from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
-from .modeling.linears_lilicorr import packed_linears
+from .modeling.linears_lilicorr import packed_draft, packed_linears
 from .modeling.logits_lilicorr import multiplies_in_bf16
 from .modeling.modeling_dflash import DFlashModel
 from .modeling.modeling_lilicorr import LiLiCorrDraftModel
@@ -193,6 +193,7 @@ class Blocks:
         self.watch = watch
         self.tables = TargetTables(target)
         self.packed = packed_linears(target, assistant.packed_weights)
+        self.packed_draft = packed_draft(assistant)
         self.config = assistant.config
         self.cache, self.draft_cache = DynamicCache(config=target.config), DFlashCache(config=self.config)
         ids = torch.randint(self.config.vocab_size, (1, context), device=target.device)
@@ -221,15 +222,16 @@ class Blocks:
         positions = torch.arange(self.seen, self.seen + rows + block, device=anchor.device).unsqueeze(0)
         watch.stamp("embed")
         handle = assistant.hidden_norm.register_forward_hook(lambda *_: watch.stamp("context"))
-        output = assistant(
-            noise_embeds=noise, context_hidden_states=self.states, position_ids=positions, cache=self.draft_cache
-        )
+        with self.packed_draft:
+            output = assistant(
+                noise_embeds=noise, context_hidden_states=self.states, position_ids=positions, cache=self.draft_cache
+            )
+            self.draft_cache.crop(-block)
+            watch.stamp("drafter")
+            logits = self.tables.logits(output.last_hidden_state, assistant.draft_product)[:, assistant.slot_rows]
+            watch.stamp("lm_head")
+            draft = self.choose(logits, output, anchor)
         handle.remove()
-        self.draft_cache.crop(-block)
-        watch.stamp("drafter")
-        logits = self.tables.logits(output.last_hidden_state, assistant.draft_product)[:, assistant.slot_rows]
-        watch.stamp("lm_head")
-        draft = self.choose(logits, output, anchor)
         with self.packed:
             states = self.read(torch.cat([anchor, draft], dim=-1))
         watch.stamp("verify")

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .cache_lilicorr import CACHE
 from .draft_pass_lilicorr import DraftPass
 from .lattice_lilicorr import Lattice
+from .linears_lilicorr import packed_draft
 from .target_lilicorr import TargetTables, block_positions, states_to_return, tapped_states
 
 
@@ -181,6 +182,7 @@ class BlockDrafting:
         self.tables = TargetTables(target)
         self.cache = DFlashCache(config=drafter.config)
         self.draft_pass = DraftPass(drafter, self.tables)
+        self.packed = packed_draft(drafter)
         # Context rows that were left out, or have left the window.
         self.skipped = 0
         self.max_length = generation_config.max_length
@@ -202,9 +204,12 @@ class BlockDrafting:
         Args:
             in_step (`bool`): whether all rows take equally many tokens.
         """
+        inputs |= {"cache": self.cache, "tables": self.tables, "attention_mask": attention_mask}
         if self.draft_pass.serves(attention_mask, in_step):
-            inputs["draft_pass"] = self.draft_pass
-        output = self.drafter.draft(cache=self.cache, tables=self.tables, attention_mask=attention_mask, **inputs)
+            output = self.drafter.draft(draft_pass=self.draft_pass, **inputs)
+        else:
+            with self.packed:
+                output = self.drafter.draft(**inputs)
         if self.recording is not None and self.recording.lattice:
             self._draft_output = output
         return output

@@ -1,12 +1,13 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""The target's linear layers in a pass over a block on CPUs, where BLAS takes twice the time that it needs in fp32.
+"""Linear layers in a pass over a block on CPUs, where BLAS takes up to five times the time that it needs.
 
 Reading the weights bounds a product of few rows, but BLAS first brings them into a layout of its own, anew in every
-pass. Here copies are kept in oneDNN's. The products are fp32's, added up in another order.
+pass. Here copies are kept in oneDNN's. The products are those of the weights' dtype, added up in another order.
 
 Shapes: `in` and `out` widths of a layer.
 """
 
+import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from transformers.utils import logging
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .modeling_dflash import DFlashModel
+
 logger = logging.get_logger(__name__)
 
 # "1" packs whatever the size of a target, "0" nothing; unset, targets up to `LARGEST_TARGET`.
@@ -29,7 +32,7 @@ VARIABLE = "LILICORR_PACK"
 # Bytes of weights; as many again are kept.
 LARGEST_TARGET = 2 << 30
 # Below this many weights, and for fewer or more rows, there is nothing to gain.
-SMALLEST_WEIGHT = 1 << 18
+SMALLEST_WEIGHT = 1 << 16
 PACKED_ROWS = range(2, 65)
 
 
@@ -43,6 +46,13 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], None)
 
 
+@functools.cache
+def cpu_packs_bf16() -> bool:
+    """Whether a packed copy of its weight makes a bf16 product of few rows fastest; with AMX it hardly does."""
+    amx = torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() and not amx and torch.backends.mkldnn.is_available()
+
+
 class PackedWeights:
     """
     Copies of weights `[out, in]` in oneDNN's layout. What it keeps depends on weights alone, so threads share it; a
@@ -50,7 +60,7 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        # The copy of a weight and what the weight gave when it was made; it goes when the weight does.
+        # The copy of a weight and the sums of what it was made from; it goes when the weight does.
         self.copies = WeakTensorKeyDictionary()
 
     def __reduce__(self):
@@ -60,12 +70,12 @@ class PackedWeights:
         """The copy of `weight`, made anew if the weight is not what it was.
 
         Merging an adapter by `weight.data += ...` leaves no other trace than the numbers themselves, and a stale copy
-        would change the text. So they are compared, by a product that costs as much as reading them once.
+        would change the text. So they are compared, by sums over each row's bits that cost as much as reading them.
         """
-        given = F.linear(torch.linspace(1, 2, weight.shape[1]), weight)
+        sums = weight.detach().view(torch.int64).sum(dim=1)
         kept = self.copies.get(weight)
-        if kept is None or not torch.equal(kept[0], given):
-            kept = given, packed_copy(weight.detach())
+        if kept is None or not torch.equal(kept[0], sums):
+            kept = sums, packed_copy(weight.detach())
             self.copies[weight] = kept
         return kept[1]
 
@@ -76,7 +86,7 @@ class PackedLinears(TorchFunctionMode):
     sees one thread's calls and touches no module: hooks, adapters and quantised layers work as ever.
 
     Args:
-        weights (list of `nn.Parameter`): fp32, on a CPU. What a module loads for the moment is not among them.
+        weights (list of `nn.Parameter`): see [`can_be_packed`]. What a module loads for the moment is not among them.
         packed ([`PackedWeights`]): compared with each weight at its first use.
     """
 
@@ -92,15 +102,16 @@ class PackedLinears(TorchFunctionMode):
             if id(weight) not in self.copies:
                 self.copies[id(weight)] = self.packed.of(weight)
             return packed_linear(x, self.copies[id(weight)], *bias)
-        return func(*args, **(kwargs or {}))
+        # Of the thousands of calls of a pass most come by here, and unpacking nothing takes time, too.
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def packs(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        known = id(weight) in self.weights and x.dtype == torch.float32
+        known = id(weight) in self.weights and x.dtype == weight.dtype
         return known and x.numel() // weight.shape[1] in PACKED_ROWS
 
 
-def packed_linears(target: "PreTrainedModel", packed: PackedWeights) -> AbstractContextManager[Any]:
-    """[`PackedLinears`] for passes of `target` over blocks, or a context in which nothing happens.
+def packed_linears(model: "PreTrainedModel", packed: PackedWeights) -> AbstractContextManager[Any]:
+    """[`PackedLinears`] for passes of a target or a drafter over blocks, or a context in which nothing happens.
 
     Where the environment asks for them and they cannot be had, one warning says why.
 
@@ -112,39 +123,58 @@ def packed_linears(target: "PreTrainedModel", packed: PackedWeights) -> Abstract
         raise ValueError(f"${VARIABLE} is {wanted!r}; it may be 1, for any target, or 0, for none.")
     if wanted == "0":
         return nullcontext()
-    weights = [p for p in target.parameters() if can_be_packed(p)]
-    if (reason := why_not(target, weights)) is not None:
+    weights = [p for p in model.parameters() if can_be_packed(p)]
+    if (reason := why_not(model, weights)) is not None:
         if wanted == "1":
-            logger.warning_once(f"${VARIABLE} is 1, but the target's weights are not packed: {reason}.")
+            name = f"{type(model).__name__} {model.name_or_path!r}"
+            logger.warning_once(f"${VARIABLE} is 1, but the weights of {name} are not packed: {reason}.")
         return nullcontext()
     size = sum(p.numel() * p.element_size() for p in weights)
     return PackedLinears(weights, packed) if wanted == "1" or size <= LARGEST_TARGET else nullcontext()
 
 
+def packed_draft(drafter: "DFlashModel") -> AbstractContextManager[Any]:
+    """[`packed_linears`] for drafts, in fp32 alone: in bf16 looking out for products costs what packing them gains."""
+    fp32 = drafter.dtype == torch.float32
+    return packed_linears(drafter, drafter.packed_weights) if fp32 else nullcontext()
+
+
 def can_be_packed(weight: nn.Parameter) -> bool:
-    """Whether it is a large matrix of plain fp32 numbers on a CPU."""
+    """Whether it is a large matrix of plain numbers on a CPU, in fp32, or in bf16 where that gains enough."""
     return (
         type(weight) is nn.Parameter
-        and weight.dtype == torch.float32
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and cpu_packs_bf16()))
         and weight.device.type == "cpu"
         and weight.ndim == 2
         and weight.numel() >= SMALLEST_WEIGHT
+        # Bits are summed up eight bytes at a time.
+        and weight.is_contiguous()
+        and all(n * weight.element_size() % 8 == 0 for n in (weight.shape[1], weight.storage_offset()))
     )
 
 
-def why_not(target: "PreTrainedModel", weights: list[nn.Parameter]) -> str | None:
-    """What keeps a target's weights from being packed; `None` if nothing does."""
+def why_not(model: "PreTrainedModel", weights: list[nn.Parameter]) -> str | None:
+    """What keeps a model's weights from being packed; `None` if nothing does."""
     if not weights:
-        return "it has no large fp32 matrix on a CPU"
+        return "it has no large matrix on a CPU, in fp32 or in a bf16 that this CPU gains from"
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return "this PyTorch is without oneDNN, or has it switched off"
     if not torch.cpu._is_avx512_supported():
         return "it does not pay on CPUs without AVX-512"
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return "a gradient or autocast is wanted"
-    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in target.modules()):
+    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules()):
         return "a forward of it is compiled or replaced"
     return None
 
 
-__all__ = ["PACKED_ROWS", "PackedLinears", "PackedWeights", "packed_copy", "packed_linear", "packed_linears"]
+__all__ = [
+    "PACKED_ROWS",
+    "PackedLinears",
+    "PackedWeights",
+    "cpu_packs_bf16",
+    "packed_copy",
+    "packed_draft",
+    "packed_linear",
+    "packed_linears",
+]

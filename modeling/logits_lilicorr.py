@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .linears_lilicorr import packed_copy, packed_linear
+from .linears_lilicorr import cpu_packs_bf16, packed_copy, packed_linear
 
 
 # Each row's best candidates of the bf16 product whose logits are computed exactly; a lattice takes 8 of them or 16.
@@ -128,11 +128,4 @@ def cpu_has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-@functools.cache
-def cpu_packs_bf16() -> bool:
-    """Whether a packed copy of its weight makes a bf16 product of few rows fastest; with AMX [`weight_first`] does."""
-    amx = torch.cpu._is_amx_tile_supported()
-    return torch.cpu._is_avx512_bf16_supported() and not amx and torch.backends.mkldnn.is_available()
-
-
-__all__ = ["DraftProduct", "cpu_has_bf16", "cpu_packs_bf16", "is_watched", "multiplies_in_bf16"]
+__all__ = ["DraftProduct", "cpu_has_bf16", "is_watched", "multiplies_in_bf16"]

@@ -1,6 +1,7 @@
-"""The target's products over a block on CPUs: those of its linear layers, and never of weights that were."""
+"""Products over a block on CPUs: those of the linear layers, and never of weights that were."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,15 +10,20 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from lilicorr_hf.modeling import linears_lilicorr
-from lilicorr_hf.modeling.linears_lilicorr import PackedLinears, PackedWeights, packed_linears
+from lilicorr_hf.modeling import decoding_lilicorr, linears_lilicorr
+from lilicorr_hf.modeling.linears_lilicorr import PackedLinears, PackedWeights, cpu_packs_bf16, packed_linears
+
+
+packs_bf16 = pytest.mark.skipif(not cpu_packs_bf16(), reason="needs AVX-512's bf16, without AMX")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=packs_bf16)]
 
 
 @pytest.fixture(autouse=True)
 def any_cpu_and_size(monkeypatch):
-    """As on a CPU with AVX-512, and for targets of any size."""
+    """As on a CPU with AVX-512 alone, and for models of any size."""
     monkeypatch.setattr(linears_lilicorr, "SMALLEST_WEIGHT", 1)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(linears_lilicorr, "cpu_packs_bf16", lambda: False)
     monkeypatch.delenv(linears_lilicorr.VARIABLE, raising=False)
     with torch.no_grad():
         yield
@@ -37,16 +43,19 @@ def packed_products(monkeypatch) -> list[torch.Tensor]:
     return inputs
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 24), (1, 8, 24), (3, 5, 24), (64, 24)])
-def test_products_are_those_of_the_layer(packed_products, shape, bias):
+def test_products_are_those_of_the_layer(packed_products, shape, bias, dtype):
     torch.manual_seed(0)
-    layer, x = nn.Linear(24, 40, bias=bias), torch.randn(*shape)
-    sliced = torch.randn(*shape[:-1], 48)[..., ::2]
+    layer, x = nn.Linear(24, 40, bias=bias, dtype=dtype), torch.randn(*shape, dtype=dtype)
+    sliced = torch.randn(*shape[:-1], 48, dtype=dtype)[..., ::2]
     with PackedLinears([layer.weight], PackedWeights()):
         actual = layer(x), layer(sliced)
     assert len(packed_products) == 2
-    torch.testing.assert_close(actual, (layer(x), layer(sliced)))
+    # Sums of opposite numbers lose most of bf16's eight bits.
+    tolerance = {} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 2e-2}
+    torch.testing.assert_close(actual, (layer(x), layer(sliced)), **tolerance)
 
 
 def test_others_are_called_as_they_are(packed_products):
@@ -64,20 +73,26 @@ def test_others_are_called_as_they_are(packed_products):
     assert len(packed_products) == 1
 
 
-@pytest.mark.parametrize("change", ["in place", "behind autograd's back", "replaced"])
-def test_changed_weights_are_packed_again(change):
-    layer, x, packed = nn.Linear(24, 40), torch.randn(4, 24), PackedWeights()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", ["in place", "behind autograd's back", "replaced", "one bit", "rows swapped"])
+def test_changed_weights_are_packed_again(change, dtype):
+    layer, x, packed = nn.Linear(24, 40, dtype=dtype), torch.randn(4, 24, dtype=dtype), PackedWeights()
     before = packed.of(layer.weight)
     assert packed.of(layer.weight) is before
     if change == "in place":
         layer.weight.neg_()
     elif change == "replaced":
-        layer.weight.data = torch.randn(40, 24)
+        layer.weight.data = torch.randn(40, 24, dtype=dtype)
+    elif change == "one bit":
+        layer.weight.data[7, 5] = layer.weight.data[7, 5].nextafter(torch.ones((), dtype=dtype))
+    elif change == "rows swapped":
+        layer.weight.data[[3, 4]] = layer.weight.data[[4, 3]]
     else:
         # As peft merges an adapter.
-        layer.weight.data += 0.01 * torch.randn(40, 1) @ torch.randn(1, 24)
+        layer.weight.data += 0.01 * torch.randn(40, 1, dtype=dtype) @ torch.randn(1, 24, dtype=dtype)
+    assert packed.of(layer.weight) is not before
     with PackedLinears([layer.weight], packed):
-        torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight + 0, layer.bias))
 
 
 def test_a_copy_goes_with_its_weight():
@@ -106,6 +121,19 @@ def test_text_is_that_of_plain_decoding(packed_products, family, tree_budget):
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), negated)
     assert len(packed_products) > seen
     handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafter_in_fp32_drafts_by_packed_products(packed_products, monkeypatch, dtype):
+    """Even where its target's are left alone."""
+    monkeypatch.setattr(decoding_lilicorr, "packed_linears", lambda *_: nullcontext())
+    monkeypatch.setattr(linears_lilicorr, "cpu_packs_bf16", lambda: True)
+    target, assistant = tiny_target("llama").float(), tiny_assistant().to(dtype)
+    ids = torch.tensor([[5, 9, 2, 33, 7]])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
+    assert bool(packed_products) == (dtype == torch.float32)
 
 
 def test_a_prompt_and_single_steps_are_left_alone(packed_products):
@@ -152,7 +180,7 @@ def in_bf16(patch, target):
         (without_onednn, "without oneDNN"),
         (without_avx512, "without AVX-512"),
         (compiled, "compiled or replaced"),
-        (in_bf16, "no large fp32 matrix"),
+        (in_bf16, "no large matrix"),
     ],
 )
 def test_what_cannot_be_had_is_said_once_if_it_was_asked_for(monkeypatch, caplog, obstacle, reason):
