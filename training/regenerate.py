@@ -5,9 +5,8 @@ A drafter learns to predict the target, so the answers it learns from must be th
 JSON line for the trainer. A cohort's lines are appended to the output together, as one complete gzip member (or as
 whole lines), so a run may be killed at any moment and started again with the same command.
 
-On a CPU start it with `MALLOC_MMAP_THRESHOLD_=100000000000 MALLOC_TRIM_THRESHOLD_=100000000000` in the environment:
-freed tensors then stay with the process, and memory is not touched for the first time again and again. Where other
-work keeps some of the cores busy, set `OMP_NUM_THREADS` to the number of free ones: threads wait for the slowest.
+Where other work keeps some of the cores busy, set `OMP_NUM_THREADS` to the number of free ones: threads wait for the
+slowest.
 """
 
 import gzip
@@ -47,6 +46,7 @@ from .conversations import (
     read_conversations,
     read_jsonl,
 )
+from .memory import keep_freed_memory
 from .options import fast_dtype, option
 from .server import ServerArguments, ServerTarget
 
@@ -285,6 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = HfArgumentParser(cast(Any, RegenerateArguments), prog="lilicorr regenerate").parse_args_into_dataclasses(
         argv
     )
+    keep_freed_memory()
     sys.stdout.write(json.dumps(asdict(regenerate(args)), indent=2) + "\n")
 
 

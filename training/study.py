@@ -26,6 +26,7 @@ from lilicorr_hf.bench.cli import main as bench
 from lilicorr_hf.bench.cli import put_into
 from lilicorr_hf.bench.tables import Table
 
+from .memory import keep_freed_memory
 from .plot import read_history
 from .provenance import read_record
 from .train import named_file, new_trainer, parse_arguments, to_argv
@@ -109,6 +110,7 @@ class StopAt(TrainerCallback):
 def train_part(argv: list[str], share: float, threads: int) -> None:
     """Goes on with a system's run until that share of it is over; what it prints goes to `log.txt`."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
     arguments = parse_arguments(argv)
     folder = Path(str(arguments[2].output_dir))
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from lilicorr_hf.pairs import load_target, resolve_assistant
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
 from .conversations import read_rows
 from .data import BlockDataset, read_examples, split_held_out
+from .memory import keep_freed_memory
 from .options import changed
 from .packing import pack
 from .provenance import Provenance, command_line, hub_id
@@ -215,6 +216,7 @@ def new_trainer(
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     model_args, data_args, args = parse_arguments(argv)
+    keep_freed_memory()
     trainer = new_trainer(model_args, data_args, args, command_line(argv, args.hub_token, args.world_size))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
