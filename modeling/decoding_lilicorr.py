@@ -24,7 +24,7 @@ from .cache_lilicorr import CACHE, check_cache, columns_left, rows_can_be_moved,
 from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, leap, row_processors
-from .linears_lilicorr import PACKED_ROWS, packed_linears
+from .linears_lilicorr import FEWEST_ROWS, packed_linears
 from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
 
 
@@ -161,7 +161,8 @@ class BlockDecoder:
     def prefill(self) -> None:
         """Reads what the cache does not hold of the prompts, and takes the first token of every row."""
         ids = torch.cat([lane.ids for lane in self.lanes])
-        outputs = self.read_prompt(ids)
+        with self.packed:
+            outputs = self.read_prompt(ids)
         self.cache = outputs[CACHE]
         check_cache(self.cache, before_prefill=False)
         # Not before: while a layer with a window records, the whole prompt would stay in it.
@@ -286,7 +287,7 @@ class BlockDecoder:
             inputs["position_ids"] = positions.minimum(last)
         # A compiled pass has the width of a whole block: any other would be compiled, too, for a few passes.
         forward = self.forward if drafted == self.drafting.max_drafted else self.target
-        pays = (drafted + 1) * len(draft_ids) in PACKED_ROWS and forward is self.target
+        pays = (drafted + 1) * len(draft_ids) >= FEWEST_ROWS and forward is self.target
         with self.packed if pays else nullcontext():
             return forward(**inputs | self.drafting.model_kwargs_overrides, return_dict=True)
 

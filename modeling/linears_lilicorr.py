@@ -1,8 +1,9 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""Linear layers in a pass over a block on CPUs, where BLAS takes up to five times the time that it needs.
+"""Linear layers on CPUs, where BLAS takes up to five times the time that a product needs.
 
 Reading the weights bounds a product of few rows, but BLAS first brings them into a layout of its own, anew in every
-pass. Here copies are kept in oneDNN's. The products are those of the weights' dtype, added up in another order.
+pass; on AMD CPUs it is slow with many rows, too. Here copies are kept in oneDNN's layout. The products are those of the
+weights' dtype, added up in another order.
 
 Shapes: `in` and `out` widths of a layer.
 """
@@ -31,14 +32,16 @@ logger = logging.get_logger(__name__)
 VARIABLE = "LILICORR_PACK"
 # Bytes of weights; as many again are kept.
 LARGEST_TARGET = 2 << 30
-# Below this many weights, and for fewer or more rows, there is nothing to gain.
+# Below this many weights, and for fewer rows, there is nothing to gain.
 SMALLEST_WEIGHT = 1 << 16
-PACKED_ROWS = range(2, 65)
+FEWEST_ROWS = 2
+# What the layout is chosen for; products of more rows or fewer are no slower by it.
+TYPICAL_ROWS = 64
 
 
 def packed_copy(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of `weight [out, in]` in oneDNN's layout for few rows. Nothing but [`packed_linear`] can read it."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS[-1])
+    """A copy of `weight [out, in]` in oneDNN's layout. Nothing but [`packed_linear`] can read it."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,8 +85,8 @@ class PackedWeights:
 
 class PackedLinears(TorchFunctionMode):
     """
-    Within it, whoever calls `F.linear` with few rows and one of these weights gets the product of its packed copy. It
-    sees one thread's calls and touches no module: hooks, adapters and quantised layers work as ever.
+    Within it, whoever calls `F.linear` with several rows and one of these weights gets the product of its packed copy.
+    It sees one thread's calls and touches no module: hooks, adapters and quantised layers work as ever.
 
     Args:
         weights (list of `nn.Parameter`): see [`can_be_packed`]. What a module loads for the moment is not among them.
@@ -107,11 +110,11 @@ class PackedLinears(TorchFunctionMode):
 
     def packs(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         known = id(weight) in self.weights and x.dtype == weight.dtype
-        return known and x.numel() // weight.shape[1] in PACKED_ROWS
+        return known and x.numel() // weight.shape[1] >= FEWEST_ROWS
 
 
 def packed_linears(model: "PreTrainedModel", packed: PackedWeights) -> AbstractContextManager[Any]:
-    """[`PackedLinears`] for passes of a target or a drafter over blocks, or a context in which nothing happens.
+    """[`PackedLinears`] for passes of a target or a drafter, or a context in which nothing happens.
 
     Where the environment asks for them and they cannot be had, one warning says why.
 
@@ -169,7 +172,7 @@ def why_not(model: "PreTrainedModel", weights: list[nn.Parameter]) -> str | None
 
 
 __all__ = [
-    "PACKED_ROWS",
+    "FEWEST_ROWS",
     "PackedLinears",
     "PackedWeights",
     "cpu_packs_bf16",
