@@ -2,7 +2,7 @@
 """Linear layers on CPUs, where BLAS takes up to five times the time that a product needs.
 
 Reading the weights bounds a product of few rows, but BLAS first brings them into a layout of its own, anew in every
-pass; on AMD CPUs it is slow with many rows, too. Here copies are kept in oneDNN's layout. The products are those of the
+pass; on AMD CPUs it is slow with many rows, too. Here copies are kept in oneDNN's layout. Products are those of the
 weights' dtype, added up in another order.
 
 Shapes: `in` and `out` widths of a layer.
