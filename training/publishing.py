@@ -17,7 +17,7 @@ from transformers.utils import logging
 from transformers.utils.hub import hf_api
 
 from lilicorr_hf.doctor import PROBE
-from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES
+from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
 from lilicorr_hf.provenance import commit, hardware, versions, without_folders
 
 from .arguments import LiLiCorrTrainingArguments
@@ -115,6 +115,11 @@ class PublishingTrainer(Trainer):
         return Path(str(self.args.output_dir))
 
     @property
+    def bare_model(self) -> DFlashModel:
+        """The model without what several processes or a compiler have wrapped around it."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
     def repository(self) -> str:
         """What the model is called on the Hub, or would be."""
         return self.hub_model_id or self.args.hub_model_id or self.folder.absolute().name
@@ -123,7 +128,7 @@ class PublishingTrainer(Trainer):
         """Content of `training.json`: where the run came from, what it is, how far it got."""
         data: Any = self.train_dataset
         prompts: Any = self.eval_dataset or ()
-        args, model = self.args, self.accelerator.unwrap_model(self.model)
+        args, model = self.args, self.bare_model
         target, counts, processes = model.config.target_name_or_path, parameter_counts(model), args.world_size
         return {
             "name": self.repository,
@@ -154,7 +159,7 @@ class PublishingTrainer(Trainer):
         """Writes record, recipe and card into a folder; `metadata` is for `ModelCardData`."""
         record = self.record()
         write_record(folder, record)
-        model_card(self.accelerator.unwrap_model(self.model).config, record, **metadata).save(folder / CARD)
+        model_card(self.bare_model.config, record, **metadata).save(folder / CARD)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.progress.gather(self.accelerator)

@@ -185,7 +185,7 @@ class LiLiCorrTrainer(PublishingTrainer):
 
     @torch.no_grad()
     def ask_target(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        taps = self.accelerator.unwrap_model(self.model).config.target_layer_ids
+        taps = self.bare_model.config.target_layer_ids
         output = self.target.base_model(
             input_ids=input_ids,
             # Without a mask, positions that start anew keep documents apart; padding is behind all that attends.
@@ -203,7 +203,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         if not samples or self.objective.slot_weights == "dpace":
             return samples, None
         names = ("input_ids", "loss_mask", "position_ids", "anchors", "keep")
-        slots = len(range(self.block_size)[self.accelerator.unwrap_model(self.model).slot_rows])
+        slots = len(range(self.block_size)[self.bare_model.slot_rows])
         labels = [slot_labels(*(sample[name] for name in names), slots) for sample in samples]
         total = sum(fixed_weights(self.objective, label.supervised).sum() for label in labels)
         return samples, self.accelerator.reduce(total.to(device), reduction="sum")
@@ -211,7 +211,7 @@ class LiLiCorrTrainer(PublishingTrainer):
     @property
     def block_size(self) -> int:
         """Of the blocks that this step trains on."""
-        whole = self.accelerator.unwrap_model(self.model).config.block_size
+        whole = self.bare_model.config.block_size
         return whole // 2 if self.elapsed < self.args.short_blocks else whole
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -226,7 +226,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         )
         with self.accelerator.autocast():
             step = training_loss(
-                self.accelerator.unwrap_model(model),
+                self.bare_model,
                 self.tables,
                 batch,
                 self.objective,
@@ -246,7 +246,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.clock is not None:
             self.clock.mark("drafter")
-        raise_if_not_finite(model, loss, self.state.global_step + 1, self.accelerator.reduce)
+        raise_if_not_finite(self.bare_model, loss, self.state.global_step + 1, self.accelerator.reduce)
         return loss
 
     def note(self, step: StepLoss, batch: TrainingBatch) -> None:
@@ -274,7 +274,7 @@ class LiLiCorrTrainer(PublishingTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """`generate` on every prompt with the model as assistant; acceptance length over all blocks."""
         prompts: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.bare_model
         model.eval()
         start = time.perf_counter()
         with record() as recording:
@@ -299,7 +299,7 @@ class LiLiCorrTrainer(PublishingTrainer):
     @torch.no_grad()
     def evaluate_blocks(self, dataset: BlockDataset) -> dict[str, float]:
         """Accepted slots of the walk, the argmax and the oracle, and the coverage: means over all complete blocks."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.bare_model
         sums: dict[str, float] = defaultdict(float)
         blocks = 0
         for index in range(len(dataset)):
@@ -389,7 +389,9 @@ def freeze(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:
 
 def parameter_groups(model: nn.Module, args: LiLiCorrTrainingArguments) -> list[dict[str, Any]]:
     """Drafter and head with their learning rates and weight decays; a group without parameters is left out."""
-    named = [(name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad]
+    # Wrapped models, for several processes or compiled, put a prefix of their own before each name.
+    named = [(name.removeprefix("module.").removeprefix("_orig_mod."), p) for name, p in model.named_parameters()]
+    named = [(name, p) for name, p in named if p.requires_grad]
     drafter = [p for name, p in named if name.startswith(DRAFTER_PREFIXES)]
     head = [p for name, p in named if not name.startswith(DRAFTER_PREFIXES)]
     groups = [

@@ -53,6 +53,24 @@ def test_gradients_do_not_depend_on_accumulation(target, examples, tmp_path, wei
             torch.testing.assert_close(other[name], expected, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_a_compiled_model_learns_all_that_it_learns_otherwise(target, examples, answered, tmp_path):
+    """Its class is another, which must not pass for a drafter without a head; by the backend that computes the same."""
+    compiler = {"torch_compile": True, "torch_compile_backend": "eager"}
+    histories = []
+    for name, options in (("plain", {}), ("compiled", compiler)):
+        folder = tmp_path / name
+        trainer = trainer_for(target, examples, folder, tiny_assistant(), answered[:1], max_steps=3, **options)
+        trainer.train()
+        trainer.evaluate()
+        trainer.save_model()
+        histories.append(
+            [{k: v for k, v in row.items() if k.startswith(("loss", "eval_tau"))} for row in trainer.state.log_history]
+        )
+    assert histories[0] == histories[1] and "loss_distractor" in histories[0][0]
+    plain, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled"))
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+
+
 TWO_PROCESSES = """
 import sys
 import torch
