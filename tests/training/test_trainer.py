@@ -54,7 +54,7 @@ def test_gradients_do_not_depend_on_accumulation(target, examples, tmp_path, wei
 
 
 def test_a_compiled_model_learns_all_that_it_learns_otherwise(target, examples, answered, tmp_path):
-    """Its class is another, which must not pass for a drafter without a head; by the backend that computes the same."""
+    """Its class is another one, which must not pass for a drafter without a head. The backend computes the same."""
     compiler = {"torch_compile": True, "torch_compile_backend": "eager"}
     histories = []
     for name, options in (("plain", {}), ("compiled", compiler)):
