@@ -9,8 +9,9 @@ import argparse
 import multiprocessing
 import shlex
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,19 +108,33 @@ class StopAt(TrainerCallback):
             control.should_training_stop = control.should_save = control.should_evaluate = True
 
 
-def train_part(argv: list[str], share: float, threads: int) -> None:
-    """Goes on with a system's run until that share of it is over; what it prints goes to `log.txt`."""
-    torch.set_num_threads(threads)
-    keep_freed_memory()
+@contextmanager
+def run_of(argv: list[str]) -> Iterator[LiLiCorrTrainer]:
+    """The trainer of a system's run; what it prints goes to `log.txt`."""
     arguments = parse_arguments(argv)
     folder = Path(str(arguments[2].output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         trainer = new_trainer(*arguments, command=shlex.join(["lilicorr", "train", *argv]))
+        yield trainer
+        trainer.close()
+
+
+def set_up(argv: list[str]) -> None:
+    """Loads what a system's run needs, so that what would stop it is said before any system trains."""
+    with run_of(argv):
+        pass
+
+
+def train_part(argv: list[str], share: float, threads: int) -> None:
+    """Goes on with a system's run until that share of it is over."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    with run_of(argv) as trainer:
+        folder = Path(str(trainer.args.output_dir))
         trainer.add_callback(StopAt(trainer, share))
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
         trainer.save_model()
-        trainer.close()
     (folder / SHARE).write_text(repr(share))
 
 
@@ -145,13 +160,26 @@ def train_in_turns(study: Study, more: list[str], parts: int, jobs: int, minutes
 
     Returns:
         `bool`: whether all systems reached their last step.
+
+    Raises:
+        `ValueError`: naming the first system that cannot be trained as it is given, before any is.
     """
     start = time.monotonic()
     threads = max(torch.get_num_threads() // jobs, 1)
     # A part ends with its process, so that none inherits memory or threads of another.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     clocks = (TimeElapsedColumn(), TimeRemainingColumn())
-    with pool, Progress(TextColumn("parts"), BarColumn(), MofNCompleteColumn(), *clocks, console=errors) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clocks)
+    with pool, Progress(*columns, console=errors) as bar:
+        new = [system for system in study.systems if not study.share_done(system)]
+        task = bar.add_task("systems set up", total=len(new))
+        checking = {system: pool.submit(set_up, study.argv(system, more)) for system in new}
+        for system, check in checking.items():
+            try:
+                check.result()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"System {system!r} of the study cannot be trained: {error}") from error
+            bar.advance(task)
         task = bar.add_task("parts", total=parts * len(study.systems))
         for part in range(1, parts + 1):
             share = part / parts

@@ -93,3 +93,13 @@ def test_shipped_studies_are_sound(path, tmp_path):
     shipped = study.read_study(path.stem, tmp_path)
     study.check_equal_budgets(shipped, [])
     assert len(shipped.systems) > 1
+
+
+def test_a_system_that_cannot_be_trained_stops_the_study_before_any_trains(study_file, tmp_path):
+    settings = yaml.safe_load(study_file.read_text())
+    settings["shared"]["target_cache"] = "states"
+    settings["systems"]["tapped"] = {"target_layer_ids": [1, 2]}
+    study_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=r"'tapped' .* target_layer_ids is \[0, 2\] there and \[1, 2\] here"):
+        study.main([str(study_file)])
+    assert not list(tmp_path.rglob("checkpoint-*"))
