@@ -105,10 +105,9 @@ def overall(rows: list[Row]) -> list[Summary]:
         for name in systems:
             leads = [rate(row, systems[0]) / rate(row, name) for row in group]
             lead, low, high = median_interval(leads)
-            pairs = {"items": len(group), "not_slower": sum(speedup(row, name) >= 1 for row in group)}
+            pairs: Summary = {"items": len(group), "not_slower": sum(speedup(row, name) >= 1 for row in group)}
             pairs |= {"first": systems[0], "lead": lead, "lead_low": low, "lead_high": high}
-            names = {"dataset": None} | dict(zip(GROUP[1:], key, strict=True))
-            found.append(summary(names, None, group, name) | pairs)
+            found.append(summary(dict(zip(GROUP[1:], key, strict=True)), None, group, name) | pairs)
     return found
 
 
