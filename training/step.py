@@ -7,7 +7,7 @@ tapped layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,9 @@ class Objective:
         dpace_alpha (`float`): smoothing of D-PACE.
         distillation (`float`): share of the drafter's term that follows the target's distribution at each slot
             (Kullback-Leibler divergence) instead of the token it chose; 0 in the paper.
+
+    Raises:
+        `ValueError`: for `slot_weights` that do not exist.
     """
 
     cross_entropy: float = 0.25
@@ -37,6 +40,11 @@ class Objective:
     beta: float = 7.0
     dpace_alpha: float = 0.5
     distillation: float = 0.0
+
+    def __post_init__(self) -> None:
+        known = get_args(type(self).__annotations__["slot_weights"])
+        if self.slot_weights not in known:
+            raise ValueError(f"There are no `slot_weights` {self.slot_weights!r}; take one of {known}.")
 
     @classmethod
     def with_margin(cls, **changes) -> "Objective":

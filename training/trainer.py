@@ -109,7 +109,7 @@ class LiLiCorrTrainer(PublishingTrainer):
         if args.target_cache is not None:
             self.state_cache = TargetStateCache(Path(args.target_cache), target, model.config.target_layer_ids)
         self.vocabulary = None
-        if args.slot_vocabulary is not None:
+        if args.slot_vocabulary:
             self.vocabulary = Vocabulary(model.config.vocab_size, args.slot_vocabulary, train_dataset.written_ids())
         self.objective: Objective = args.objective
         self.eval_max_new_tokens, self.held_out, self.target_tokenizer = eval_max_new_tokens, held_out, tokenizer
@@ -371,7 +371,7 @@ def check_method(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:
         if ignored:
             raise ValueError(
                 f"{type(model).__name__} corrects the whole vocabulary and has a loss of its own: {ignored} do not "
-                "apply. Leave them out."
+                "apply. Leave them out, or set them to 0."
             )
 
 

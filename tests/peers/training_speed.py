@@ -98,8 +98,9 @@ class Comparison:
             "max_steps": self.steps,
             "train_sampling_strategy": "sequential",
             "output_dir": folder / "ours",
-            # What modelopt knows: whole blocks of all rows, weights that decay over the slots.
+            # What modelopt knows: whole blocks of all rows, the whole vocabulary, weights that decay over the slots.
             "short_blocks": 0,
+            "slot_vocabulary": 0,
             "held_out": 0,
             "slot_weights": "decay",
             # Empty, so that the target is asked in every step; `ours` may name a full one.

@@ -184,3 +184,8 @@ def test_token_log_probs_are_log_softmax_gathered(dtype):
         (weights * values).sum().backward()
         gradients.append((values.detach(), leaf.grad))
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_weights_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"no `slot_weights` 'unifrom'; take one of \('decay', 'dpace', 'uniform'\)"):
+        Objective(slot_weights="unifrom")

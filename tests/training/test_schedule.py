@@ -1,6 +1,7 @@
 """What changes in the course of a run: blocks, and the time that is left."""
 
 import sys
+import time
 
 import pytest
 import torch
@@ -50,6 +51,21 @@ def test_a_budget_of_time_ends_the_run_at_rate_zero(target, examples, tmp_path, 
     assert len(rates) == trainer.state.global_step > 3
     # The last step began before the time was over; the rate then is that of the step before.
     assert rates[-1] < 0.35 * max(rates)
+
+
+def test_a_budget_of_processor_time_leaves_waiting_out(target, examples, tmp_path):
+    """A run that sleeps through every step has its hours all the same."""
+    options = {"max_hours": 0.5 / 3600, "lr_scheduler_type": "linear", "clock": "processor"}
+    trainer = trainer_for(target, examples, tmp_path, **options)
+
+    class Sleep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            time.sleep(0.05)
+
+    trainer.add_callback(Sleep())
+    start = time.perf_counter()
+    trainer.train()
+    assert trainer.elapsed == 1.0 and time.perf_counter() - start > 0.5 + 0.05 * (trainer.state.global_step - 1)
 
 
 def test_resuming_counts_the_hours_on(target, examples, tmp_path):
