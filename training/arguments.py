@@ -9,7 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from .options import changed, fast_dtype, option
-from .step import Objective
+from .step import Objective, SlotWeights
 
 
 @dataclass
@@ -89,7 +89,7 @@ class LiLiCorrTrainingArguments(TrainingArguments):
     distractor: float = option(0.25, "Weight of the target-weighted distractor penalty.")
     hinge: float = option(0.0, "Weight of the margin hinge; the paper gives it and cross_entropy 0.125.")
     margin: float = option(2.0, "Lead that the hinge asks for.")
-    slot_weights: Literal["decay", "dpace", "uniform"] = option("decay", "Of the drafter's term.")
+    slot_weights: SlotWeights = option("decay", "Of the drafter's term.")
     beta: float = option(7.0, "Decay of the slots' weights; 7 for blocks of 16, 4 for blocks of 8.")
     distillation: float = option(0.0, "Share of the drafter's term that follows the target's whole distribution.")
     restore_callback_states_from_checkpoint: bool = option(True, "A resumed run counts its hours on.")

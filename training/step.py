@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from . import losses
 
 
+SlotWeights = Literal["decay", "dpace", "uniform"]
+
+
 @dataclass
 class Objective:
     """Weights of the loss terms; the defaults are the paper's base recipe, `margin` its long-context one.
@@ -36,15 +39,16 @@ class Objective:
     distractor: float = 0.25
     hinge: float = 0.0
     margin: float = 2.0
-    slot_weights: Literal["decay", "dpace", "uniform"] = "decay"
+    slot_weights: SlotWeights = "decay"
     beta: float = 7.0
     dpace_alpha: float = 0.5
     distillation: float = 0.0
 
     def __post_init__(self) -> None:
-        known = get_args(type(self).__annotations__["slot_weights"])
-        if self.slot_weights not in known:
-            raise ValueError(f"There are no `slot_weights` {self.slot_weights!r}; take one of {known}.")
+        if self.slot_weights not in get_args(SlotWeights):
+            raise ValueError(
+                f"There are no `slot_weights` {self.slot_weights!r}; take one of {get_args(SlotWeights)}."
+            )
 
     @classmethod
     def with_margin(cls, **changes) -> "Objective":
