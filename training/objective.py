@@ -55,6 +55,31 @@ class SlotPredictions:
     divergence: torch.Tensor
 
 
+@dataclass
+class Lattices:
+    """What a step's blocks hold for the head to score.
+
+    Args:
+        candidate_ids (`torch.LongTensor` of shape `[b, N, S, K]`), log_probs (`torch.Tensor` of shape `[b, N, S, K]`).
+        hidden (`torch.Tensor` of shape `[b, N, S, M]`): the drafter's states of the slots.
+        context (`torch.Tensor` of shape `[b, T, M]`): its projected context rows.
+        truth_index (`torch.LongTensor` of shape `[b, N, S]`): the ground truth's candidate, -1 where it is none.
+        complete (`torch.BoolTensor` of shape `[b, N]`): blocks that are supervised whole.
+    """
+
+    candidate_ids: torch.Tensor
+    log_probs: torch.Tensor
+    hidden: torch.Tensor
+    context: torch.Tensor
+    truth_index: torch.Tensor
+    complete: torch.Tensor
+
+    @property
+    def supervised(self) -> torch.Tensor:
+        """Slots `[b, N, S]` that teach the head."""
+        return losses.oracle_prefix(self.truth_index, self.complete)
+
+
 def predict_slots(
     hidden: torch.Tensor,
     label_ids: torch.Tensor,
@@ -158,18 +183,14 @@ def training_loss(
 
     step = drafter_step(objective, share, labels.supervised, predictions)
     candidate_ids, log_probs = predictions.candidate_ids.view(*shape, k), predictions.log_probs.view(*shape, k)
-    truth_index = index_of(labels.ids, candidate_ids)
-    complete = labels.supervised.all(dim=-1)
+    truth_index, complete = index_of(labels.ids, candidate_ids), labels.supervised.all(dim=-1)
     hits = {"top1": truth_index == 0, "oracle": truth_index >= 0}
     if isinstance(model, LatticeDraftModel) and with_head:
         clock.mark_gradient(log_probs, "head")
-        teaches = losses.oracle_prefix(truth_index, complete)[..., 0]
         context = output.context_hidden_states
-        start, pair = score_lattices(
-            model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
-        )
-        terms = (start, pair, candidate_ids, truth_index, complete)
-        add_head_terms(step, objective, share, tables, batch, *terms, chunk_size)
+        lattices = Lattices(candidate_ids, log_probs, hidden, context, truth_index, complete)
+        start, pair = score_lattices(model, tables, batch, lattices, chunk_size)
+        add_head_terms(step, objective, share, tables, batch, lattices, start, pair, chunk_size)
         hits["selected"] = greedy_walk(start.detach(), pair.detach()) == truth_index
         clock.mark("head")
     note_prefixes(step, hits, complete)
@@ -215,25 +236,25 @@ def drafter_step(
 
 
 def score_lattices(
-    model: LatticeDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
+    model: LatticeDraftModel, tables: TargetTables, batch: TrainingBatch, lattices: Lattices, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of all blocks, by the model's method."""
     if isinstance(model, DFlash2Model):
         # Its authors' training is not public: it learns as LiLiCorr's head does.
         anchor_ids = batch.input_ids.gather(1, batch.anchors)
-        return model.pair_scores(log_probs, candidate_ids, anchor_ids, hidden)
+        return model.pair_scores(lattices.log_probs, lattices.candidate_ids, anchor_ids, lattices.hidden)
     assert isinstance(model, LiLiCorrDraftModel)
-    return score_blocks(model, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size)
+    return score_blocks(model, tables, batch, lattices, chunk_size)
 
 
 def score_blocks(
-    model: LiLiCorrDraftModel, tables, batch, teaches, candidate_ids, log_probs, hidden, context, chunk_size
+    model: LiLiCorrDraftModel, tables: TargetTables, batch: TrainingBatch, lattices: Lattices, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of the blocks `teaches [b, N]`; 0 for the others,
-    whose first slot misses the ground truth or whose end is not supervised: no term and no drafted token needs them.
+    """Start scores `[b, N, K]` and pair scores `[b, N, S - 1, K, K]` of the blocks that teach; 0 for the others, whose
+    first slot misses the ground truth or whose end is not supervised: no term and no drafted token needs them.
     """
     b, n = batch.anchors.shape
-    chosen = teaches.flatten().nonzero().squeeze(-1)
+    chosen = lattices.supervised[..., 0].flatten().nonzero().squeeze(-1)
     if len(chosen) == 0:
         # One block at least, so that every parameter of the head is part of the graph.
         chosen = chosen.new_zeros(1)
@@ -244,9 +265,10 @@ def score_blocks(
     def one_chunk(ids, *inputs):
         return model.lilicorr(tables.embed(ids).detach().to(model.dtype), *inputs)
 
-    inputs = (tensor.flatten(0, 1)[chosen] for tensor in (candidate_ids, log_probs, hidden))
-    blocks = max(chunk_size // hidden.shape[2], 1)
-    scores = in_chunks(one_chunk, blocks, *inputs, context[anchor], anchor_valid)
+    of_slots = (lattices.candidate_ids, lattices.log_probs, lattices.hidden)
+    inputs = (tensor.flatten(0, 1)[chosen] for tensor in of_slots)
+    blocks = max(chunk_size // lattices.hidden.shape[2], 1)
+    scores = in_chunks(one_chunk, blocks, *inputs, lattices.context[anchor], anchor_valid)
     start, pair = (x.new_zeros(b * n, *x.shape[1:]).index_copy(0, chosen, x).unflatten(0, (b, n)) for x in scores)
     return start, pair
 
@@ -257,15 +279,13 @@ def add_head_terms(
     share: Share,
     tables: TargetTables,
     batch: TrainingBatch,
+    lattices: Lattices,
     start: torch.Tensor,
     pair: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    truth_index: torch.Tensor,
-    complete: torch.Tensor,
     chunk_size: int,
 ) -> None:
     """Adds the head's terms to the loss: means over the slots of the oracle prefixes of the whole batch."""
-    supervised = losses.oracle_prefix(truth_index, complete)
+    supervised, candidate_ids, truth_index = lattices.supervised, lattices.candidate_ids, lattices.truth_index
     scores = losses.node_scores(start, pair, truth_index)
     count = share.reduce(supervised.sum()).clamp(min=1) * share.micro_batches / share.processes
     terms = {"cross_entropy": losses.slot_cross_entropy(scores, truth_index)}
