@@ -130,8 +130,7 @@ class LiLiCorrTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (or `args.optim`) over two groups, drafter and head, each with its own rate and decay."""
         if self.optimizer is None:
-            trained = self.model if model is None else model
-            assert isinstance(trained, nn.Module)
+            trained = self.accelerator.unwrap_model(self.model if model is None else model, keep_torch_compile=False)
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
             groups = parameter_groups(trained, self.args)
             self.optimizer = optimizer_class(groups, **options)
@@ -389,9 +388,7 @@ def freeze(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:
 
 def parameter_groups(model: nn.Module, args: LiLiCorrTrainingArguments) -> list[dict[str, Any]]:
     """Drafter and head with their learning rates and weight decays; a group without parameters is left out."""
-    # Wrapped models, for several processes or compiled, put a prefix of their own before each name.
-    named = [(name.removeprefix("module.").removeprefix("_orig_mod."), p) for name, p in model.named_parameters()]
-    named = [(name, p) for name, p in named if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     drafter = [p for name, p in named if name.startswith(DRAFTER_PREFIXES)]
     head = [p for name, p in named if not name.startswith(DRAFTER_PREFIXES)]
     groups = [
