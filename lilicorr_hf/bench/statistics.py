@@ -106,7 +106,7 @@ def overall(rows: list[Row]) -> list[Summary]:
             leads = [rate(row, systems[0]) / rate(row, name) for row in group]
             lead, low, high = median_interval(leads)
             pairs: Summary = {"items": len(group), "not_slower": sum(speedup(row, name) >= 1 for row in group)}
-            pairs |= {"first": systems[0], "lead": lead, "lead_low": low, "lead_high": high}
+            pairs |= {"lead": lead, "lead_low": low, "lead_high": high}
             found.append(summary(dict(zip(GROUP[1:], key, strict=True)), None, group, name) | pairs)
     return found
 

@@ -169,7 +169,7 @@ def average(lines: Lines, systems: list[str]) -> list[str]:
 def overall_table(summaries: list[Summary], regime: str) -> Table:
     """Medians over the prompts of all datasets, a line for each system."""
     lines = Lines(summaries, ("batch", "length", "tier"))
-    first = summaries[0]["first"]
+    first = lines.systems[0]
     body = []
     for key, found in lines.by_line.items():
         for name, summary in found.items():
