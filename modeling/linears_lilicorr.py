@@ -1,5 +1,5 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
-"""Linear layers on CPUs, where BLAS takes up to five times the time that a product needs.
+"""Linear layers on CPUs, where BLAS takes far longer than a product needs.
 
 Reading the weights bounds a product of few rows, but BLAS first brings them into a layout of its own, anew in every
 pass; on AMD CPUs it is slow with many rows, too. Here copies are kept in oneDNN's layout. Products are those of the
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# "1" packs whatever the size of a target, "0" nothing; unset, targets up to `LARGEST_TARGET`.
+# "1" packs whatever the size of a model, "0" nothing; unset, models up to `LARGEST_MODEL`.
 VARIABLE = "LILICORR_PACK"
 # Bytes of weights; as many again are kept.
-LARGEST_TARGET = 2 << 30
+LARGEST_MODEL = 2 << 30
 # Below this many weights, and for fewer rows, there is nothing to gain.
 SMALLEST_WEIGHT = 1 << 16
 FEWEST_ROWS = 2
@@ -123,7 +123,7 @@ def packed_linears(model: "PreTrainedModel", packed: PackedWeights) -> AbstractC
     """
     wanted = os.environ.get(VARIABLE) or None
     if wanted not in (None, "0", "1"):
-        raise ValueError(f"${VARIABLE} is {wanted!r}; it may be 1, for any target, or 0, for none.")
+        raise ValueError(f"${VARIABLE} is {wanted!r}; it may be 1, for any size, or 0, for none.")
     if wanted == "0":
         return nullcontext()
     weights = [p for p in model.parameters() if can_be_packed(p)]
@@ -133,7 +133,7 @@ def packed_linears(model: "PreTrainedModel", packed: PackedWeights) -> AbstractC
             logger.warning_once(f"${VARIABLE} is 1, but the weights of {name} are not packed: {reason}.")
         return nullcontext()
     size = sum(p.numel() * p.element_size() for p in weights)
-    return PackedLinears(weights, packed) if wanted == "1" or size <= LARGEST_TARGET else nullcontext()
+    return PackedLinears(weights, packed) if wanted == "1" or size <= LARGEST_MODEL else nullcontext()
 
 
 def packed_draft(drafter: "DFlashModel") -> AbstractContextManager[Any]:

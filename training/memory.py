@@ -13,8 +13,8 @@ LARGEST = 2**31 - 1
 def keep_freed_memory() -> None:
     """Has this process keep the memory of freed tensors for the next ones, however large they are.
 
-    On a CPU every step makes the same large tensors anew, and pages that come fresh from the system cost a third of a
-    step's time. Nothing happens where the C library is not glibc.
+    On a CPU every step makes the same large tensors anew, and pages that come fresh from the system cost time. Nothing
+    happens where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

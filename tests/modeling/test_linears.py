@@ -146,7 +146,7 @@ def test_where_it_does_not_pay_nothing_happens(packed_products, monkeypatch):
     target = tiny_target("llama").float()
     assert isinstance(packed_linears(target, PackedWeights()), PackedLinears)
     with monkeypatch.context() as patch:
-        patch.setattr(linears_lilicorr, "LARGEST_TARGET", 1000)
+        patch.setattr(linears_lilicorr, "LARGEST_MODEL", 1000)
         assert not isinstance(packed_linears(target, PackedWeights()), PackedLinears)
         patch.setenv("LILICORR_PACK", "1")
         assert isinstance(packed_linears(target, PackedWeights()), PackedLinears)
