@@ -7,6 +7,7 @@ import torch
 
 from .architectures import DRAFTERS, drafter_class
 from .modeling.configuration_lilicorr import LiLiCorrConfig
+from .modeling.logits_lilicorr import cpu_has_bf16
 from .modeling.modeling_dflash import DFlashModel
 from .targets import TARGETS, fetch_target
 
@@ -58,10 +59,19 @@ def place_of(target: "PreTrainedModel") -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
+def draft_dtype(target: "PreTrainedModel") -> torch.dtype:
+    """What a target's assistant computes in: bf16 beside fp32 on CPUs that multiply in it, else the target's dtype.
+
+    Drafts need no more, and what they are verified by stays as it is.
+    """
+    coarse = target.dtype == torch.float32 and place_of(target).type == "cpu" and cpu_has_bf16()
+    return torch.bfloat16 if coarse else target.dtype
+
+
 def load_assistant(
     assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] | None = None
 ) -> DFlashModel:
-    """An assistant in its target's dtype and on its device, checked against it.
+    """An assistant of a target, checked against it, on its device and in the dtype of [`draft_dtype`].
 
     Args:
         assistant (`str`): a shipped pair's name, a path or a Hub id.
@@ -71,7 +81,7 @@ def load_assistant(
     """
     folder = resolve_assistant(assistant)
     model_class = model_class or assistant_class(folder)
-    model = model_class.from_pretrained(folder, dtype=target.dtype, device_map=place_of(target))
+    model = model_class.from_pretrained(folder, dtype=draft_dtype(target), device_map=place_of(target))
     model.check_target(target)
     return model
 

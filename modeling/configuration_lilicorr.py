@@ -109,7 +109,8 @@ class LiLiCorrConfig(Qwen3Config):
             say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
             Trees are neither cut nor paused.
         scoring (`str`): how a draft is computed, or its scores where no more can be: `"eager"`, `"compile"` or
-            `"cuda_graph"`; unset, the environment's `LILICORR_SCORING` or else `"eager"`.
+            `"cuda_graph"`; unset, the environment's `LILICORR_SCORING`, or else the last on a GPU and the first
+            elsewhere.
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
             one pass; 0 drafts one chain.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see

@@ -233,12 +233,12 @@ class DraftPass:
     Args:
         drafter ([`DFlashModel`]): or a model with a head on top.
         tables ([`TargetTables`]): of the target.
-        mode (`str`): instead of the one that the drafter's config or the environment asks for.
+        mode (`str`): instead of what [`choose_mode`] makes of the drafter's config.
     """
 
     def __init__(self, drafter: "DFlashModel", tables: TargetTables, mode: str | None = None):
         self.drafter, self.tables = drafter, tables
-        self.mode = choose_mode(mode or drafter.config.scoring)
+        self.mode = choose_mode(mode or drafter.config.scoring, drafter.device)
         self.possible = self.mode != "eager" and can_be_one_pass(drafter, tables, self.mode)
         self.workspace: Workspace | None = None
         self.lease: weakref.finalize | None = None

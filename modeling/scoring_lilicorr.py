@@ -8,7 +8,7 @@
 | `cuda_graph` | a recorded CUDA graph, replayed with one launch |
 
 All take the same tensors and give the same candidates and paths. Which one runs is the assistant's `config.scoring`,
-or else the environment's `LILICORR_SCORING`, or else `eager`: the others have not been run on a GPU yet. Where a
+or else the environment's `LILICORR_SCORING`, or else `cuda_graph` on a GPU and `eager` elsewhere. Where a
 [`DraftPass`] serves, the mode computes the drafter and this pass as one.
 
 Shapes: `b` batch, `S` slots, `K` candidates of a slot, `V` vocabulary, `M` hidden width, `H` head width, `E` factor
@@ -146,7 +146,7 @@ class ScoringPass:
             mode (`str`): as [`choose_mode`] takes it. One that cannot be had here gives way to `eager`, with one
                 warning that says why.
         """
-        mode = choose_mode(mode)
+        mode = choose_mode(mode, inputs[0].device)
         if mode == "eager" or mode in self.unavailable or torch.is_grad_enabled():
             return Lattice(*self.eager(head, tables)(*inputs))
         # The strides of a slice tell how long the text is, and a pass would be made for each.
@@ -234,13 +234,15 @@ def record_graph(run: Callable[[], Tensors], device: torch.device, pool: Any = N
     return replay
 
 
-def choose_mode(mode: str | None) -> str:
-    """The mode asked for, by the caller or else by the environment; `eager` if nobody asks.
+def choose_mode(mode: str | None, device: torch.device) -> str:
+    """The mode asked for, by the caller or else by the environment; if nobody asks, what `device` is best served by.
 
     Raises:
         `ValueError`: for a mode that does not exist.
     """
-    mode = mode or os.environ.get(VARIABLE) or "eager"
+    # On ZeroGPU every call is a process of its own, which would record for itself alone.
+    lasts = device.type == "cuda" and not os.environ.get("SPACES_ZERO_GPU")
+    mode = mode or os.environ.get(VARIABLE) or ("cuda_graph" if lasts else "eager")
     if mode not in MODES:
         raise ValueError(
             f"There is no scoring mode {mode!r} (config's `scoring` or ${VARIABLE}); take one of {MODES}."

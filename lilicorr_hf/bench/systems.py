@@ -225,7 +225,9 @@ def stock_loop(setting: Setting, path: str | None = None) -> dict[str, Any]:
 @method("transformers-dflash", batches=False)
 def transformers_dflash(setting: Setting, path: str | None = None) -> dict[str, Any]:
     """the same drafter in transformers' own DFlash decoding, `speculation_type="dflash"`"""
-    return assisted(setting, path, DFlashModel) | {"speculation_type": "dflash"}
+    # That loop knows but one dtype.
+    drafting = assisted(setting, path, DFlashModel, dtype=setting.target.dtype)
+    return drafting | {"speculation_type": "dflash"}
 
 
 @method("prompt-lookup", batches=False)

@@ -13,7 +13,7 @@ from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
 from lilicorr_hf.modeling.lattice_lilicorr import viterbi_path
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel, DraftOutput
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
-from lilicorr_hf.pairs import resolve_assistant
+from lilicorr_hf.pairs import draft_dtype, resolve_assistant
 
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def load_variant(
     block: int | None = None,
     yarn: int | None = None,
     longest: int = 0,
+    dtype: torch.dtype | None = None,
     **fields: Any,
 ) -> DFlashModel:
     """A checkpoint as it is, or decoded otherwise.
@@ -71,6 +72,7 @@ def load_variant(
         k (`int`): candidates per slot, at most those it was trained with.
         block (`int`): block size, at most that it was trained with.
         yarn (`int`): positions it was trained on; beyond them its rotations are stretched to `longest`.
+        dtype (`torch.dtype`): by default [`draft_dtype`].
         fields: of its config, among [`SERVING_FIELDS`].
 
     Raises:
@@ -84,7 +86,9 @@ def load_variant(
         config = LiLiCorrConfig.from_dict(config.to_dict() | fields)
     except StrictDataclassError as error:
         raise ValueError(f"{fields} does not fit {assistant}: {error}") from error
-    model = model_class.from_pretrained(folder, config=config, dtype=target.dtype, device_map=target.device)
+    model = model_class.from_pretrained(
+        folder, config=config, dtype=dtype or draft_dtype(target), device_map=target.device
+    )
     model.check_target(target)
     if block is not None:
         model = shorten_block(model, block)

@@ -59,9 +59,9 @@ TIMED = (
     "plain:cache=static",
     "transformers-dflash",
     "stock-loop",
+    "lilicorr:scoring=eager",
     "lilicorr",
-    "lilicorr:scoring=cuda_graph",
-    "lilicorr:scoring=cuda_graph,cache=static",
+    "lilicorr:cache=static",
 )
 WATCHED = ("lilicorr", "argmax", "lilicorr-tree:nodes=32")
 # Positions of a prompt at most, so that a cache of fixed size serves all.

@@ -6,9 +6,11 @@ import pytest
 import torch
 from goldens import GOLDEN
 from safetensors.torch import load_file
+from tiny import tiny_target
 from transformers.cache_utils import DFlashCache
 
 import lilicorr_hf
+from lilicorr_hf import LiLiCorrDraftModel, pairs
 from lilicorr_hf.measure import encode, first_divergence, run_generate
 from lilicorr_hf.modeling import logits_lilicorr
 from lilicorr_hf.modeling.target_lilicorr import TargetTables, tapped_states
@@ -39,7 +41,8 @@ def blocks():
 def test_recorded_blocks_of_the_shipped_weights(smollm2, blocks, monkeypatch, bf16, tolerance):
     """Drafter, pool, scores and walk on real prompts; states of positions before the anchor are the context."""
     monkeypatch.setattr(logits_lilicorr, "cpu_has_bf16", lambda: bf16)
-    model, _, assistant = smollm2
+    model, _, pair_assistant = smollm2
+    assistant = LiLiCorrDraftModel.from_pretrained(pair_assistant.name_or_path, dtype=torch.float32)
     tables, block_size = TargetTables(model), assistant.config.block_size
     assert len(blocks) >= 9
     for (sequence, anchor), expected in blocks.items():
@@ -126,6 +129,17 @@ def test_an_adapter_on_the_real_target(smollm2):
     finally:
         adapted.unload()
     assert texts[0] != texts[1]
+
+
+def test_assistants_draft_in_what_a_cpu_multiplies_fast(monkeypatch):
+    for dtype, bf16, expected in (
+        (torch.float32, True, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float64, True, torch.float64),
+    ):
+        monkeypatch.setattr(pairs, "cpu_has_bf16", lambda bf16=bf16: bf16)
+        assert pairs.draft_dtype(tiny_target("llama").to(dtype)) == expected
 
 
 def test_answers_end(smollm2):

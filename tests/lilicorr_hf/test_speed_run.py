@@ -36,8 +36,7 @@ def test_smoke(tmp_path):
     assert all(row["tau"] >= 1 for row in report["acceptance"])
     assert not report["text"]["unusable"] and "left_out" not in report["text"]
     at = {(row["batch"], row["system"]): row for row in report["text"]["rows"]}
-    batched = {"plain", "plain:cache=static", "lilicorr", "lilicorr:scoring=cuda_graph"}
-    batched |= {"lilicorr:scoring=cuda_graph,cache=static"}
+    batched = {"plain", "plain:cache=static", "lilicorr", "lilicorr:scoring=eager", "lilicorr:cache=static"}
     assert {name for size, name in at if size == 2} == batched
     assert {name for size, name in at if size == 1} == batched | {"stock-loop", "transformers-dflash"}
     assert all(row["tokens_per_second"] > 0 for row in at.values())

@@ -113,12 +113,20 @@ def test_a_copy_starts_anew(model, tables):
 
 
 def test_the_mode_is_the_configs_or_the_environments(model, tables, monkeypatch):
-    assert choose_mode(None) == "eager"
     monkeypatch.setenv(VARIABLE, "compile")
-    assert choose_mode(None) == "compile" and choose_mode("eager") == "eager"
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        assert choose_mode(None, device) == "compile" and choose_mode("eager", device) == "eager"
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(ValueError, match="no scoring mode 'fast'.*eager"):
         model.scoring(model.lilicorr, tables, random_inputs(model))
+
+
+def test_where_nobody_asks_gpus_replay_graphs(monkeypatch):
+    for device, mode in (("cpu", "eager"), ("mps", "eager"), ("cuda", "cuda_graph"), ("cuda:1", "cuda_graph")):
+        assert choose_mode(None, torch.device(device)) == mode
+    # A process that serves one call.
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    assert choose_mode(None, torch.device("cuda")) == "eager"
 
 
 @torch.no_grad()
