@@ -89,7 +89,7 @@ class Models:
             if self._pair is None or not self.loaded(target, assistant):
                 self._pair = None
                 model, tokenizer = load_target(target)
-                self._pair = Pair(model, tokenizer, load_assistant(assistant, model), target, assistant)
+                self._pair = Pair(model, tokenizer, load_assistant(assistant, model, tree_budget=0), target, assistant)
             return self._pair
 
 

@@ -1,7 +1,7 @@
 """Loading a target together with its assistant."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,7 +69,7 @@ def draft_dtype(target: "PreTrainedModel") -> torch.dtype:
 
 
 def load_assistant(
-    assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] | None = None
+    assistant: str, target: "PreTrainedModel", model_class: type[DFlashModel] | None = None, **fields: Any
 ) -> DFlashModel:
     """An assistant of a target, checked against it, on its device and in the dtype of [`draft_dtype`].
 
@@ -78,10 +78,11 @@ def load_assistant(
         target (`PreTrainedModel`): the model it will draft for.
         model_class (`type`): by default the one that the checkpoint names. [`DFlashModel`] takes the drafter alone out
             of a checkpoint with a head.
+        fields: of its config, to decode otherwise than the checkpoint says.
     """
     folder = resolve_assistant(assistant)
     model_class = model_class or assistant_class(folder)
-    model = model_class.from_pretrained(folder, dtype=draft_dtype(target), device_map=place_of(target))
+    model = model_class.from_pretrained(folder, dtype=draft_dtype(target), device_map=place_of(target), **fields)
     model.check_target(target)
     return model
 

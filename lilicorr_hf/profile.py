@@ -17,6 +17,7 @@ from transformers.cache_utils import DFlashCache, DynamicCache
 from .choices import drafters_beside, head_size, time_choices, time_drafts
 from .modeling.cache_lilicorr import CACHE
 from .modeling.configuration_lilicorr import LiLiCorrConfig, capture_layer_ids
+from .modeling.decoding_lilicorr import block_decoding
 from .modeling.generation_lilicorr import record
 from .modeling.lattice_lilicorr import candidate_pool, greedy_walk
 from .modeling.linears_lilicorr import packed_draft, packed_linears
@@ -272,7 +273,7 @@ def host_milliseconds(target: Any, assistant: DFlashModel, context: int, rounds:
         target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            assistant_model=assistant,
+            custom_generate=block_decoding(assistant, tree_budget=0),
             do_sample=False,
             min_new_tokens=rounds + 4,
             max_new_tokens=rounds + 4,

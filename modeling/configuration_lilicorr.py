@@ -73,9 +73,9 @@ def capture_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
 
 
-def check_tree_budget(tree_budget: int, sampled_walk: bool) -> None:
+def check_tree_budget(tree_budget: int | None, sampled_walk: bool) -> None:
     """Raises `ValueError` for a tree that cannot be drafted."""
-    if tree_budget < 0:
+    if tree_budget is not None and tree_budget < 0:
         raise ValueError(f"`tree_budget` must be 0, for chains, or a number of tokens, got {tree_budget}.")
     if tree_budget and sampled_walk:
         raise ValueError("A tree is not drawn at random: give either `tree_budget` or `sampled_walk`, not both.")
@@ -112,7 +112,7 @@ class LiLiCorrConfig(Qwen3Config):
             `"cuda_graph"`; unset, the environment's `LILICORR_SCORING`, or else the last on a GPU and the first
             elsewhere.
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
-            one pass; 0 drafts one chain.
+            one pass; 0 drafts one chain. Unset, a tree of as many tokens as a chain has, where a CPU verifies it.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
             [`conditional_log_probs`]. 1 leaves the head out. `lilicorr fit-tree` measures which is best.
         conv_kernel_size (`int`): taps of the convolutions around the drafter's sublayers; 0 for none.
@@ -155,7 +155,7 @@ class LiLiCorrConfig(Qwen3Config):
     sampled_walk: bool = False
     adaptive_draft: bool = False
     scoring: str | None = None
-    tree_budget: int = 0
+    tree_budget: int | None = None
     tree_weight: float | int = 0.7
 
     conv_kernel_size: int = 0

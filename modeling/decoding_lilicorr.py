@@ -25,7 +25,15 @@ from .drafting_lilicorr import RowDrafting
 from .generation_lilicorr import PREFIX_PROCESSORS
 from .lanes_lilicorr import Lane, Returned, leap, row_processors
 from .linears_lilicorr import FEWEST_ROWS, packed_linears
-from .tree_pass_lilicorr import DraftTree, check_tree_target, keep_path, move_to_front, tree_inputs
+from .tree_pass_lilicorr import (
+    DraftTree,
+    check_tree_columns,
+    check_tree_target,
+    default_tree_budget,
+    keep_path,
+    move_to_front,
+    tree_inputs,
+)
 
 
 if TYPE_CHECKING:
@@ -94,8 +102,11 @@ class BlockDecoder:
         self.streamer = streamer
         self.kwargs = model_kwargs
         self.cache: Cache = model_kwargs[CACHE]
-        self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, tree_budget)
-        if self.drafting.tree_budget:
+        asked = drafter.config.tree_budget if tree_budget is None else tree_budget
+        self.wants_trees = bool(asked)
+        budget = default_tree_budget(drafter, target, model_kwargs) if asked is None else asked
+        self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, budget)
+        if self.wants_trees:
             check_tree_target(target, model_kwargs)
         self.packed = packed_linears(target, drafter.packed_weights)
         self.returned = Returned(generation_config)
@@ -109,7 +120,7 @@ class BlockDecoder:
         else:
             lane = Lane(input_ids, logits_processor, stopping_criteria, generation_config, streamer, self.returned)
             self.all_lanes = [lane]
-        self.leaps = all(lane.leaps for lane in self.all_lanes) and not self.drafting.tree_budget
+        self.leaps = all(lane.leaps for lane in self.all_lanes)
         # Those not done yet.
         self.lanes = self.all_lanes
 
@@ -176,7 +187,22 @@ class BlockDecoder:
         self.returned.add_prefill(outputs)
         self.drafting.read(outputs, mask=self.kwargs.get("attention_mask"))
         self.take(outputs.logits[:, -1:], ids[:, :0])
+        if self.drafting.tree_budget:
+            self.check_columns(ids[:, :0])
         self.retire()
+
+    def check_columns(self, nothing: torch.Tensor) -> None:
+        """Gives up trees that nobody has asked for where the target has tokens of its own in the cache.
+
+        Args:
+            nothing (`torch.LongTensor` of shape `[b, 0]`): an empty draft.
+        """
+        try:
+            check_tree_columns(self.cache, self.block_inputs(nothing).get("attention_mask"))
+        except ValueError:
+            if self.wants_trees:
+                raise
+            self.drafting.tree_budget = 0
 
     def read_prompt(self, ids: torch.Tensor) -> Any:
         """The target's pass over the prompts `[b, n]`, the last one if it reads them in chunks.
@@ -234,7 +260,7 @@ class BlockDecoder:
     ) -> None:
         """Hands lanes their rows of a pass, and lets them take as many tokens as they agree with and one more."""
         if self.leaps:
-            return self.drafting.heed(leap(self.lanes, logits, draft_ids, finite))
+            return self.drafting.heed(leap(self.lanes, logits, draft_ids, parents, finite))
         sizes = self.lane_sizes()
         parts = (logits, draft_ids, proposal_logits, parents)
         split = [[None] * len(sizes) if part is None else part.split(sizes) for part in parts]
@@ -248,7 +274,9 @@ class BlockDecoder:
         left = self.config.max_length - min(lane.length for lane in self.lanes)
         budget = int(min(left - 1, self.drafting.max_drafted, self.room - 1))
         output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
-        if output is not None and output.finite is not None and not self.leaps:
+        # What bad scores make of a tree may be none.
+        at_once = output is not None and not (self.leaps and output.parents is None)
+        if at_once and output.finite is not None:
             self.drafting.heed(bool(output.finite.all()))
         if output is None or budget <= 0 or self.drafting.max_drafted == 0:
             return anchor_ids[:, :0], None, None, None
@@ -259,15 +287,15 @@ class BlockDecoder:
             parents = self.by_lane(lambda lane, part: lane.fill_parents(part, budget), parents)
         draft_ids = self.by_lane(Lane.fill, draft_ids)
         proposal = None if proposal is None else proposal.to(anchor_ids.device)
-        return draft_ids, parents, proposal, output.finite if self.leaps else None
+        return draft_ids, parents, proposal, None if at_once else output.finite
 
     def by_lane(self, fill: Callable[[Lane, torch.Tensor], torch.Tensor], drafted: torch.Tensor) -> torch.Tensor:
         """What `fill` makes of each lane's rows of `drafted [b, d]`."""
         parts = drafted.to(self.lanes[0].ids.device).split(self.lane_sizes())
         return torch.cat([fill(lane, part) for lane, part in zip(self.lanes, parts, strict=True)])
 
-    def verify(self, draft_ids: torch.Tensor, parents: torch.Tensor | None = None) -> Any:
-        """The target's pass over the last token of each row and its draft `[b, d]`, a tree if it has parents."""
+    def block_inputs(self, draft_ids: torch.Tensor) -> dict[str, Any]:
+        """The target's forward arguments for the last token of each row and a chain `[b, d]` after it."""
         drafted = draft_ids.shape[1]
         # Rows of their own differ in length, and no more than the last token of each is read.
         ids = [lane.ids[:, -1:] if self.by_row else lane.ids for lane in self.lanes]
@@ -278,6 +306,11 @@ class BlockDecoder:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = drafted + 1
+        return inputs
+
+    def verify(self, draft_ids: torch.Tensor, parents: torch.Tensor | None = None) -> Any:
+        """The target's pass over the last token of each row and its draft `[b, d]`, a tree if it has parents."""
+        drafted, inputs = draft_ids.shape[1], self.block_inputs(draft_ids)
         if parents is not None:
             inputs = tree_inputs(self.target, inputs, DraftTree(draft_ids, parents))
         left = [self.config.max_length - lane.length - 1 for lane in self.lanes]

@@ -41,11 +41,11 @@ class RowDrafting(BlockDrafting):
         target: "PreTrainedModel",
         config: GenerationConfig,
         processors,
-        tree_budget: int | None = None,
+        tree_budget: int = 0,
     ):
         super().__init__(drafter, target, config, processors)
-        self.tree_budget = drafter.config.tree_budget if tree_budget is None else tree_budget
-        check_tree_budget(self.tree_budget, drafter.config.sampled_walk)
+        self.tree_budget = tree_budget
+        check_tree_budget(tree_budget, drafter.config.sampled_walk)
         self.context: torch.Tensor
         self.mask: torch.Tensor | None = None
         self.temperature = None

@@ -101,15 +101,22 @@ class Lane:
             if self.done or drafted is None or not torch.equal(tokens, drafted):
                 break
 
-    def leap(self, tokens: torch.Tensor, told: list[int], drafted: list[int]) -> None:
-        """[`verify`] of a row whose next tokens `[1, d + 1]` the host has been told, and its draft."""
-        count = 1
-        for token, draft in zip(told, drafted, strict=False):
-            if token != draft or token in self.ends or self.length + count >= self.longest:
-                break
-            count += 1
-        self.ids = torch.cat([self.ids, tokens[:, :count]], dim=-1)
-        self.done = told[count - 1] in self.ends or self.length >= self.longest
+    def leap(self, tokens: torch.Tensor, told: list[int], drafted: list[int], parents: list[int] | None) -> None:
+        """[`verify`] of a row whose host has been told the target's tokens after each place, `[1, d + 1]`, and the
+        draft; parents are `None` for a chain."""
+        before = range(len(drafted)) if parents is None else [parent + 1 for parent in parents]
+        places: dict[tuple[int, int], int] = {}
+        for child, edge in enumerate(zip(before, drafted, strict=True), start=1):
+            places.setdefault(edge, child)
+        path, place = [], 0
+        while place is not None:
+            path.append(place)
+            ends = told[place] in self.ends or self.length + len(path) >= self.longest
+            place = None if ends else places.get((place, told[place]))
+        taken = tokens[:, : len(path)] if parents is None else tokens[:, path]
+        if parents is not None:
+            self.path = list(torch.tensor(path).split(1))
+        self.ids, self.done = torch.cat([self.ids, taken], dim=-1), ends
         # One of them may have to warn of a long text; their answer is known, and not waited for.
         self.criteria(self.ids, None)  # type: ignore[arg-type]
 
@@ -177,12 +184,19 @@ class Lane:
         return torch.cat([self.ids, padding], dim=-1)
 
 
-def leap(lanes: list[Lane], logits: torch.Tensor, draft_ids: torch.Tensor, finite: torch.Tensor | None = None) -> bool:
+def leap(
+    lanes: list[Lane],
+    logits: torch.Tensor,
+    draft_ids: torch.Tensor,
+    parents: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
+) -> bool:
     """[`Lane.verify`] of lanes that leap. The host waits for the device once, and is told all it has to know.
 
     Args:
         lanes (list of [`Lane`]): of a row each.
         logits (`torch.Tensor` of shape `[b, d + 1, V]`), draft_ids (`torch.LongTensor` of shape `[b, d]`): of all.
+        parents (`torch.LongTensor` of shape `[b, d]`): of drafts that are trees.
         finite (`torch.BoolTensor` of shape `[b]`): whether the scores of a row's draft were, if it has any.
 
     Returns:
@@ -192,9 +206,13 @@ def leap(lanes: list[Lane], logits: torch.Tensor, draft_ids: torch.Tensor, finit
     logits = logits.float() if logits.dtype == torch.float64 else logits
     tokens, drafted = logits.argmax(dim=-1).to(draft_ids.device), draft_ids.shape[1]
     sound = tokens[:, :0] if finite is None else finite.unsqueeze(-1).to(tokens)
-    told = torch.cat([tokens, draft_ids, sound], dim=-1).tolist()
+    before = tokens[:, :0] if parents is None else parents.to(tokens)
+    told = torch.cat([tokens, draft_ids, before, sound], dim=-1).tolist()
     for lane, row, numbers in zip(lanes, tokens.split(1), told, strict=True):
-        lane.leap(row, numbers[: drafted + 1], numbers[drafted + 1 : 2 * drafted + 1])
+        target, draft, edges = numbers[: drafted + 1], numbers[drafted + 1 :][:drafted], None
+        if parents is not None:
+            edges = numbers[2 * drafted + 1 :][:drafted]
+        lane.leap(row, target, draft, edges)
     return finite is None or all(numbers[-1] for numbers in told)
 
 

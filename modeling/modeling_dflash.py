@@ -310,6 +310,9 @@ class DFlashModel(DFlashPreTrainedModel):
             return DraftOutput(token_ids=best.indices, finite=finite)
         return DraftOutput(token_ids=processed_slots(logits, process).argmax(dim=-1), finite=finite)
 
+    # Whether `choose_tree` is there to be called.
+    drafts_trees = True
+
     def choose_tree(
         self,
         logits: torch.Tensor,

@@ -53,8 +53,10 @@ class LatticeDraftModel(DFlashModel):
     def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
         """A tree grown by the head's scores, LiLiCorr-Tree for its head; see [`lattice_tree`]."""
         lattice = self.score(logits, output, anchor_ids, tables)
-        slots = steered_slots(logits, shape, process)
-        token_ids, parents = lattice_tree(lattice, slots, shape.nodes, self.config.tree_weight)
+        _, slots, k = lattice.candidate_ids.shape
+        scored = process is None and shape.nodes <= k and shape.depth >= slots
+        steered = None if scored else steered_slots(logits, shape, process)
+        token_ids, parents = lattice_tree(lattice, steered, shape.nodes, self.config.tree_weight)
         return DraftOutput(token_ids=token_ids, parents=parents, lattice=lattice, finite=finite_scores(lattice))
 
 

@@ -71,16 +71,19 @@ def marginal_tree(logits: torch.Tensor, nodes: int) -> tuple[torch.Tensor, torch
 
 
 def lattice_tree(
-    lattice: Lattice, logits: torch.Tensor, nodes: int, weight: float
+    lattice: Lattice, logits: torch.Tensor | None, nodes: int, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """LiLiCorr-Tree: [`best_first_tree`] under the head's scores; tokens it did not score keep the drafter's.
 
     Args:
         lattice ([`Lattice`]): of `b` sequences.
-        logits (`torch.Tensor` of shape `[b, s, V]`): the drafter's, maybe processed.
+        logits (`torch.Tensor` of shape `[b, s, V]`): the drafter's, maybe processed; `None` if the lattice's own
+            candidates are enough.
         weight (`float`): of the drafter beside the head, see [`conditional_log_probs`].
     """
-    candidate_ids, log_probs = widened_pool(lattice.candidate_ids[:, : logits.shape[1]], logits, nodes)
+    candidate_ids, log_probs = lattice.candidate_ids, lattice.log_probs
+    if logits is not None:
+        candidate_ids, log_probs = widened_pool(candidate_ids[:, : logits.shape[1]], logits, nodes)
     return best_first_tree(candidate_ids, conditional_log_probs(lattice, log_probs, weight), nodes)
 
 

@@ -17,6 +17,8 @@ from .cache_lilicorr import CACHE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .modeling_dflash import DFlashModel
+
 # Attention that takes any mask.
 MASKED_ATTENTION = ("sdpa", "eager")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -61,6 +63,17 @@ class DraftTree:
         return reach.bool()
 
 
+def default_tree_budget(drafter: "DFlashModel", target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> int:
+    """Tokens of a tree where nobody has asked for any number: those of a chain, of which more are accepted then.
+
+    On CPUs alone, where what a tree costs besides is little beside a pass; 0 where no tree can be had.
+    """
+    config = drafter.config
+    drawn_or_cut = config.sampled_walk or config.adaptive_draft
+    possible = target.device.type == "cpu" and drafter.drafts_trees and not drawn_or_cut
+    return config.num_slots if possible and why_no_tree(target, model_kwargs) is None else 0
+
+
 def check_tree_target(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError`, before any compute, for a target or a cache that cannot verify a tree.
 
@@ -68,23 +81,41 @@ def check_tree_target(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -
         target (`PreTrainedModel`): its attention has to take a mask and positions from outside.
         model_kwargs (`dict`): its forward arguments, its cache among them.
     """
+    if (reason := why_no_tree(target, model_kwargs)) is not None:
+        raise ValueError(
+            f"{type(target).__name__} {target.name_or_path!r} cannot verify trees here: {reason}. `tree_budget=0` "
+            "drafts chains, which it can."
+        )
+
+
+def why_no_tree(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> str | None:
+    """What keeps a target from verifying a tree; `None` if nothing does. Arguments as in [`check_tree_target`]."""
     config, positions, cache = target.config.get_text_config(), model_kwargs.get("position_ids"), model_kwargs[CACHE]
     kinds = {type(layer) for layer in cache.layers}
     if (attention := config._attn_implementation) not in MASKED_ATTENTION:
-        reason = f"its attention is {attention!r}, which takes no mask of a tree; load it with 'sdpa' or 'eager'"
-    elif positions is None or positions.ndim != 2 or getattr(config, "alibi", False):
-        reason = "it does not take a number for the position of a token"
-    elif not layer_windows(config).keys() <= LAYER_TYPES or hasattr(target, "create_masks_for_generate"):
-        reason = f"it prepares masks of its own for layers of {sorted(layer_windows(config))}"
-    elif cache.offloading or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return f"its attention is {attention!r}, which takes no mask of a tree; load it with 'sdpa' or 'eager'"
+    if positions is None or positions.ndim != 2 or getattr(config, "alibi", False):
+        return "it does not take a number for the position of a token"
+    if not layer_windows(config).keys() <= LAYER_TYPES or hasattr(target, "create_masks_for_generate"):
+        return f"it prepares masks of its own for layers of {sorted(layer_windows(config))}"
+    if cache.offloading or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        reason = f"tokens cannot be moved in its cache of {found}; use the default, `cache_implementation='dynamic'`"
-    else:
-        return
-    raise ValueError(
-        f"{type(target).__name__} {target.name_or_path!r} cannot verify trees here: {reason}. `tree_budget=0` drafts "
-        "chains, which it can."
-    )
+        return f"tokens cannot be moved in its cache of {found}; use the default, `cache_implementation='dynamic'`"
+    return None
+
+
+def check_tree_columns(cache: Cache, attention_mask: torch.Tensor | None) -> None:
+    """Raises `ValueError` if the cache holds more than the text.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape `[b, p + 1]`): of the next pass, over one token.
+    """
+    cached = cache.get_seq_length()
+    if attention_mask is not None and attention_mask.shape[1] != cached + 1:
+        raise ValueError(
+            f"The cache holds {cached} positions and the text has {attention_mask.shape[1] - 1}: tokens that only the "
+            "target knows of, as prefix tuning adds, cannot be part of a tree's mask. Draft chains (`tree_budget=0`)."
+        )
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
@@ -100,14 +131,8 @@ def tree_inputs(target: Any, inputs: dict[str, Any], tree: DraftTree) -> dict[st
     """The target's forward arguments for a pass over a tree, given those for the same tokens as a chain."""
     paths, cache, config = tree.paths(), inputs[CACHE], target.config.get_text_config()
     rows, places, _ = paths.shape
-    cached = cache.get_seq_length()
     padding = inputs.get("attention_mask")
-    padding = paths.new_ones(rows, cached) if padding is None else padding[:, :-places].bool()
-    if padding.shape[1] != cached:
-        raise ValueError(
-            f"The cache holds {cached} positions and the text has {padding.shape[1]}: tokens that only the target "
-            "knows of, as prefix tuning adds, cannot be part of a tree's mask. Draft chains (`tree_budget=0`)."
-        )
+    padding = paths.new_ones(rows, cache.get_seq_length()) if padding is None else padding[:, :-places].bool()
     depth = paths.sum(dim=-1) - 1
     masks = {}
     for kind, window in layer_windows(config).items():
@@ -175,4 +200,12 @@ def keep_path(outputs: Any, path: torch.Tensor) -> None:
             outputs[name] = tuple(None if layer is None else take(layer) for layer in layers)
 
 
-__all__ = ["DraftTree", "check_tree_target", "keep_path", "move_to_front", "tree_inputs"]
+__all__ = [
+    "DraftTree",
+    "check_tree_columns",
+    "check_tree_target",
+    "default_tree_budget",
+    "keep_path",
+    "move_to_front",
+    "tree_inputs",
+]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 
 from lilicorr_hf.doctor import write_probe
+from lilicorr_hf.modeling.decoding_lilicorr import block_decoding
 from lilicorr_hf.modeling.generation_lilicorr import record
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
 from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
@@ -281,7 +282,8 @@ class LiLiCorrTrainer(PublishingTrainer):
                 self.target.generate(
                     prompt.to(self.args.device),
                     attention_mask=torch.ones_like(prompt),
-                    assistant_model=model,
+                    # Chains, which every machine drafts.
+                    custom_generate=block_decoding(model, tree_budget=0),
                     max_new_tokens=self.eval_max_new_tokens,
                     do_sample=False,
                 )

@@ -23,7 +23,7 @@ class Options:
         full_length (`bool`): go on after the end token, so that everyone writes equally many tokens.
     """
 
-    systems: tuple[str, ...] = ("lilicorr", "argmax", "transformers-dflash", "prompt-lookup")
+    systems: tuple[str, ...] = ("lilicorr-tree", "lilicorr", "argmax", "transformers-dflash", "prompt-lookup")
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0,)
     seeds: tuple[int, ...] = (42, 43, 44)

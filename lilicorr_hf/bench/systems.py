@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CompileConfig
 
+from lilicorr_hf.modeling.configuration_lilicorr import LiLiCorrConfig
 from lilicorr_hf.modeling.modeling_dflash import DFlashModel
 from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import assistant_class, resolve_assistant
@@ -145,9 +146,14 @@ def parse_systems(specs: list[str]) -> list[System]:
 
 
 def assisted(setting: Setting, path: str | None, model_class: type[DFlashModel], **how: Any) -> dict[str, Any]:
-    """A checkpoint of ours, by default that under test; `how` is for [`load_variant`]."""
-    folder = path or setting.assistant
+    """A checkpoint of ours, by default that under test, drafting chains; `how` is for [`load_variant`]."""
+    folder, how = path or setting.assistant, {"tree_budget": 0} | how
     return {"assistant_model": load_variant(folder, setting.target, model_class, longest=setting.longest, **how)}
+
+
+def slots(setting: Setting, path: str | None) -> int:
+    """Tokens of a chain that a checkpoint drafts."""
+    return LiLiCorrConfig.from_pretrained(resolve_assistant(path or setting.assistant)).num_slots
 
 
 def in_cache(setting: Setting, cache: str | None) -> dict[str, Any]:
@@ -193,15 +199,17 @@ def argmax(
 
 
 @method("lilicorr-tree")
-def lilicorr_tree(setting: Setting, nodes: int = 16, path: str | None = None, **fields: Any) -> dict[str, Any]:
-    """a tree of `nodes` tokens grown by the head's scores"""
-    return assisted(setting, path, LiLiCorrDraftModel, tree_budget=nodes, **fields)
+def lilicorr_tree(
+    setting: Setting, nodes: int | None = None, path: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    """a tree of `nodes` tokens, by default as many as a chain has, grown by the head's scores"""
+    return assisted(setting, path, LiLiCorrDraftModel, tree_budget=nodes or slots(setting, path), **fields)
 
 
 @method("ddtree")
-def ddtree(setting: Setting, nodes: int = 16, path: str | None = None) -> dict[str, Any]:
-    """a tree of `nodes` tokens grown by the drafter's own probabilities"""
-    return assisted(setting, path, DFlashModel, tree_budget=nodes)
+def ddtree(setting: Setting, nodes: int | None = None, path: str | None = None) -> dict[str, Any]:
+    """a tree of `nodes` tokens, by default as many as a chain has, grown by the drafter's own probabilities"""
+    return assisted(setting, path, DFlashModel, tree_budget=nodes or slots(setting, path))
 
 
 @method("dflash")

@@ -138,7 +138,7 @@ def cases(draw) -> dict:
     """The arguments of one comparison."""
     name = draw(st.sampled_from(sorted(TARGETS)))
     options = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3, unique=True))
-    tree = draw(st.sampled_from([0, 0, 3, 16]))
+    tree = draw(st.sampled_from([None, 0, 0, 3, 16]))
     if tree or TARGETS[name][0] in WINDOWED or not StaticLayer.is_croppable:
         # Refused: tokens cannot be moved in it, a window forgets what a rejected token pushed out, and before 5.24
         # nothing can be taken back from any.

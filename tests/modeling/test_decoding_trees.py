@@ -22,11 +22,12 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     Llama4TextConfig,
+    LlamaForCausalLM,
 )
 from transformers.cache_utils import StaticLayer
 
 import lilicorr_hf
-from lilicorr_hf import DFlashModel, LiLiCorrConfig, LiLiCorrDraftModel
+from lilicorr_hf import DFlashModel, DominoModel, LiLiCorrConfig, LiLiCorrDraftModel
 from lilicorr_hf.modeling.cache_lilicorr import CACHE
 
 
@@ -256,6 +257,53 @@ def test_the_budget_of_a_call_stands_above_that_of_the_config():
         block = recording.blocks[0]
         assert block.drafted == drafted == len(block.draft_ids) and (block.parents is None) == (budget == 0)
     assert assistant.config.tree_budget == 12
+
+
+def test_where_nobody_asks_a_cpu_verifies_trees_as_large_as_chains():
+    """And chains where no tree can be had, or is wanted."""
+    llama = target_of("llama")
+    static = (
+        {"cache_implementation": "static", "disable_compile": True} if StaticLayer.is_croppable else {"num_beams": 1}
+    )
+    for fields, options, trees in (
+        ({}, {}, True),
+        ({}, static, not StaticLayer.is_croppable),
+        ({"adaptive_draft": True}, {}, False),
+        ({"sampled_walk": True}, {}, False),
+    ):
+        assistant = tiny_assistant(0, tree_budget=None, **fields)
+        with lilicorr_hf.record(lattice=True) as recording:
+            plain, assisted = both(llama, assistant, **options)
+        assert assisted.tolist() == plain.tolist()
+        block = recording.blocks[0]
+        assert (block.parents is not None) == trees and (trees is False or block.drafted == 4)
+    with lilicorr_hf.stock_loop():
+        assert both(llama, tiny_assistant(0, tree_budget=None))[1].tolist() == plain.tolist()
+    assert tiny_assistant(0, DominoModel, tree_budget=None).drafts_trees is False
+    plain, assisted = both(llama, tiny_assistant(0, DominoModel, tree_budget=None, gru_hidden_dim=8, emb_dim=8))
+    assert assisted.tolist() == plain.tolist()
+
+
+class PrefixTuned(LlamaForCausalLM):
+    """Puts tokens of its own before a prompt, which only its cache knows of."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        cache = kwargs[CACHE]
+        if cache.get_seq_length() == 0:
+            super().forward(torch.tensor([[7, 8]]), **kwargs)
+        mask = torch.cat([attention_mask.new_ones(1, 2), attention_mask], dim=-1)
+        return super().forward(input_ids, attention_mask=mask, **kwargs)
+
+
+def test_tokens_that_only_the_target_knows_of_are_in_no_tree():
+    target = PrefixTuned(target_of("llama").config).double().eval()
+    target.load_state_dict(target_of("llama").state_dict())
+    mask = torch.ones_like(PROMPT).index_fill(1, torch.tensor([0]), 0)
+    with lilicorr_hf.record(lattice=True) as recording:
+        plain, assisted = both(target, tiny_assistant(0, tree_budget=None), attention_mask=mask)
+    assert assisted.tolist() == plain.tolist() and all(block.parents is None for block in recording.blocks)
+    with pytest.raises(ValueError, match="holds 8 positions and the text has 6.*tree_budget=0"):
+        both(target, tiny_assistant(0, tree_budget=4), attention_mask=mask)
 
 
 def test_adaptive_drafting_leaves_trees_whole():

@@ -72,6 +72,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer, assistant = lilicorr_hf.load_pair("smollm2-135m")
+    # What transformers' loop verifies, too.
+    assistant.config.tree_budget = 0
     # All rows write the same number of tokens.
     options = {"do_sample": False, "max_new_tokens": args.tokens, "eos_token_id": None, "assistant_model": assistant}
     singles = [encode(tokenizer, prompt) for prompt in PROMPTS]

@@ -48,6 +48,8 @@ def tiny_config(**changes) -> LiLiCorrConfig:
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "block_size": 5,
+        # Chains, unless a test is about trees.
+        "tree_budget": 0,
         "mask_token_id": 63,
         "target_layer_ids": [0, 2],
         "num_target_layers": 4,
