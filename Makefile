@@ -58,15 +58,16 @@ BENCH := $(BIN)/lilicorr bench --page docs/benchmarks.md
 run = $(BENCH) --output runs/benchmark/$(1).json --minutes $$(( $(MINUTES) * $(2) / 100 ))
 VARIANTS := lilicorr argmax lilicorr:walk=viterbi lilicorr:k=4 lilicorr:k=2 lilicorr:block=6 lilicorr:block=4
 LONG := lilicorr lilicorr:yarn=1024 lilicorr:context_window=1024 argmax
-BOTH := lilicorr-tree lilicorr ddtree argmax transformers-dflash prompt-lookup
-CHAINS_AND_TREES := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32
+SMALL := lilicorr-tree lilicorr ddtree argmax
+LARGE := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32
+OTHERS := transformers-dflash prompt-lookup
 benchmark: setup
-	$(call run,greedy,28) $(addprefix --system ,$(BOTH)) --limit 20 $(FEW)
-	$(call run,bf16,18) $(addprefix --system ,$(BOTH)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,trees,12) $(addprefix --system ,$(CHAINS_AND_TREES)) --system lilicorr:adaptive_draft=true --limit 10 $(FEW)
-	$(call run,sets,10) $(addprefix --system ,$(CHAINS_AND_TREES)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
-	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(CHAINS_AND_TREES)) --system lilicorr:sampled_walk=true $(FEW)
-	$(call run,concurrency,7) $(addprefix --system ,$(CHAINS_AND_TREES)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
+	$(call run,greedy,28) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 $(FEW)
+	$(call run,bf16,18) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 --dtype bfloat16 $(FEW)
+	$(call run,trees,12) $(addprefix --system ,$(LARGE)) --system lilicorr:adaptive_draft=true --limit 10 $(FEW)
+	$(call run,sets,10) $(addprefix --system ,$(LARGE)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
+	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(SMALL)) --system lilicorr:sampled_walk=true $(FEW)
+	$(call run,concurrency,7) $(addprefix --system ,$(SMALL)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
 		--full-length --max-new-tokens 64 $(FEW)
 	$(call run,lengths,9) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
