@@ -140,10 +140,7 @@ def doctor(
 
         folder = resolve_assistant(assistant)
         model, tokenizer = load_target(target)
-        # It compares the chains that both decoding loops draft.
-        draft_model = assistant_class(folder).from_pretrained(
-            folder, dtype=model.dtype, device_map=model.device, tree_budget=0
-        )
+        draft_model = assistant_class(folder).from_pretrained(folder, dtype=model.dtype, device_map=model.device)
         answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
         faults = 0
         for finding in examine(model, tokenizer, draft_model, answers, folder):

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import DFlashCache
 
 from .measure import encode, first_divergence
+from .modeling.decoding_lilicorr import block_decoding
 from .modeling.generation_lilicorr import BlockRecord, record
 from .modeling.modeling_dflash import DFlashModel, DraftOutput
 from .modeling.target_lilicorr import TargetTables, states_to_return, tapped_states
@@ -323,7 +324,10 @@ def check_generation(model, assistant, tables, answers, stated: list[Blocks]) ->
     for answer in answers:
         with record(lattice=True) as recording:
             ids = model.generate(
-                **answer.inputs, assistant_model=assistant, do_sample=False, max_new_tokens=len(answer.new_ids)
+                **answer.inputs,
+                custom_generate=block_decoding(assistant, tree_budget=0),
+                do_sample=False,
+                max_new_tokens=len(answer.new_ids),
             )
         records.append(recording.blocks)
         new_ids = ids[0, answer.prompt_length :].tolist()

@@ -138,8 +138,9 @@ def test_text_of_blocks_joins_where_a_character_spans_two(smollm2):
 def test_real_trace_decodes_to_the_answer(smollm2):
     model, tokenizer, assistant = smollm2
     inputs = encode(tokenizer, "What is the capital of France?")
+    chains = lilicorr_hf.block_decoding(assistant, tree_budget=0)
     with lilicorr_hf.record(lattice=True) as recording:
-        output = model.generate(**inputs, assistant_model=assistant, max_new_tokens=12, do_sample=False)
+        output = model.generate(**inputs, custom_generate=chains, max_new_tokens=12, do_sample=False)
     trace = Trace.from_recording(recording, tokenizer, title="France")
     assert trace.text == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert all(len(slot) == 8 for block in trace.blocks for slot in block.candidates)
