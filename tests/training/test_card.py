@@ -200,7 +200,7 @@ def test_card_with_a_bench(finished, tmp_path):
     after = (run / "README.md").read_text()
     (run / "README.md").write_text(before)
     rows = [row for row in json.loads(numbers.read_text())["summary"] if row["system"] != "plain"]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         start = f"| held_out | {row['system']} | {row['tau']:.3f} | {row['speedup']:.2f}x ("
         assert start in after and f" | {row['identical']}/3 |" in after
