@@ -225,7 +225,10 @@ class Blocks:
         handle = assistant.hidden_norm.register_forward_hook(lambda *_: watch.stamp("context"))
         with self.packed_draft:
             output = assistant(
-                noise_embeds=noise, context_hidden_states=self.states, position_ids=positions, cache=self.draft_cache
+                noise_embeds=noise,
+                context_hidden_states=self.states.to(assistant.dtype),
+                position_ids=positions,
+                cache=self.draft_cache,
             )
             self.draft_cache.crop(-block)
             watch.stamp("drafter")

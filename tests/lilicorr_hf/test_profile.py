@@ -77,6 +77,11 @@ def test_other_methods_have_a_head_in_one_part(model_class):
     assert (head.megabytes > 0) == (model_class is not DFlashModel)
 
 
+def test_a_drafter_of_another_dtype_than_its_target(quick_compiler):
+    result = profile(tiny_target("llama").float(), tiny_assistant().bfloat16(), context=9, rounds=2)
+    assert [part.name for part in result.parts] == list(PARTS)
+
+
 def test_the_modes_that_run_here_are_timed(monkeypatch, quick_compiler):
     target, assistant = tiny_target("llama").float(), tiny_assistant()
     drafters = drafters_beside(assistant)
