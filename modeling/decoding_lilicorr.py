@@ -274,11 +274,13 @@ class BlockDecoder:
         left = self.config.max_length - min(lane.length for lane in self.lanes)
         budget = int(min(left - 1, self.drafting.max_drafted, self.room - 1))
         output = self.drafting.draft(anchor_ids, self.kwargs, self.lanes, budget, always=self.synced_gpus)
-        # What bad scores make of a tree may be none.
-        at_once = output is not None and not (self.leaps and output.parents is None)
+        if output is None:
+            return anchor_ids[:, :0], None, None, None
+        # Chains may be told later; what bad scores make of a tree may be none.
+        at_once = not self.leaps or output.parents is not None
         if at_once and output.finite is not None:
             self.drafting.heed(bool(output.finite.all()))
-        if output is None or budget <= 0 or self.drafting.max_drafted == 0:
+        if budget <= 0 or self.drafting.max_drafted == 0:
             return anchor_ids[:, :0], None, None, None
         draft_ids, parents, proposal = output.token_ids, output.parents, output.proposal_logits
         if parents is None:

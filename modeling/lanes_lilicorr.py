@@ -108,11 +108,13 @@ class Lane:
         places: dict[tuple[int, int], int] = {}
         for child, edge in enumerate(zip(before, drafted, strict=True), start=1):
             places.setdefault(edge, child)
-        path, place = [], 0
-        while place is not None:
-            path.append(place)
-            ends = told[place] in self.ends or self.length + len(path) >= self.longest
-            place = None if ends else places.get((place, told[place]))
+        path = [0]
+        while True:
+            edge = path[-1], told[path[-1]]
+            ends = edge[1] in self.ends or self.length + len(path) >= self.longest
+            if ends or edge not in places:
+                break
+            path.append(places[edge])
         taken = tokens[:, : len(path)] if parents is None else tokens[:, path]
         if parents is not None:
             self.path = list(torch.tensor(path).split(1))
