@@ -27,12 +27,12 @@ from .lanes_lilicorr import Lane, Returned, leap, row_processors
 from .linears_lilicorr import FEWEST_ROWS, packed_linears
 from .tree_pass_lilicorr import (
     DraftTree,
-    check_tree_columns,
     check_tree_target,
     default_tree_budget,
     keep_path,
     move_to_front,
     tree_inputs,
+    why_no_mask,
 )
 
 
@@ -188,21 +188,12 @@ class BlockDecoder:
         self.drafting.read(outputs, mask=self.kwargs.get("attention_mask"))
         self.take(outputs.logits[:, -1:], ids[:, :0])
         if self.drafting.tree_budget:
-            self.check_columns(ids[:, :0])
+            reason = why_no_mask(self.cache, self.block_inputs(ids[:, :0]).get("attention_mask"))
+            if reason is not None:
+                if self.wants_trees:
+                    raise ValueError(reason)
+                self.drafting.tree_budget = 0
         self.retire()
-
-    def check_columns(self, nothing: torch.Tensor) -> None:
-        """Gives up trees that nobody has asked for where the target has tokens of its own in the cache.
-
-        Args:
-            nothing (`torch.LongTensor` of shape `[b, 0]`): an empty draft.
-        """
-        try:
-            check_tree_columns(self.cache, self.block_inputs(nothing).get("attention_mask"))
-        except ValueError:
-            if self.wants_trees:
-                raise
-            self.drafting.tree_budget = 0
 
     def read_prompt(self, ids: torch.Tensor) -> Any:
         """The target's pass over the prompts `[b, n]`, the last one if it reads them in chunks.

@@ -104,18 +104,19 @@ def why_no_tree(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> str 
     return None
 
 
-def check_tree_columns(cache: Cache, attention_mask: torch.Tensor | None) -> None:
-    """Raises `ValueError` if the cache holds more than the text.
+def why_no_mask(cache: Cache, attention_mask: torch.Tensor | None) -> str | None:
+    """What keeps a text, once its prompt is read, from being part of a tree's mask; `None` if nothing does.
 
     Args:
         attention_mask (`torch.Tensor` of shape `[b, p + 1]`): of the next pass, over one token.
     """
     cached = cache.get_seq_length()
-    if attention_mask is not None and attention_mask.shape[1] != cached + 1:
-        raise ValueError(
-            f"The cache holds {cached} positions and the text has {attention_mask.shape[1] - 1}: tokens that only the "
-            "target knows of, as prefix tuning adds, cannot be part of a tree's mask. Draft chains (`tree_budget=0`)."
-        )
+    if attention_mask is None or attention_mask.shape[1] == cached + 1:
+        return None
+    return (
+        f"The cache holds {cached} positions and the text has {attention_mask.shape[1] - 1}: tokens that only the "
+        "target knows of, as prefix tuning adds, cannot be part of a tree's mask. Draft chains (`tree_budget=0`)."
+    )
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
@@ -202,10 +203,10 @@ def keep_path(outputs: Any, path: torch.Tensor) -> None:
 
 __all__ = [
     "DraftTree",
-    "check_tree_columns",
     "check_tree_target",
     "default_tree_budget",
     "keep_path",
     "move_to_front",
     "tree_inputs",
+    "why_no_mask",
 ]
