@@ -136,6 +136,8 @@ class DFlashModel(DFlashPreTrainedModel):
     """
 
     has_head = False
+    # Whether `choose_tree` is there to be called.
+    drafts_trees = True
     # Rows of the block that predict the drafts; the anchor's predicts nothing here.
     slot_rows = slice(1, None)
 
@@ -309,9 +311,6 @@ class DFlashModel(DFlashPreTrainedModel):
         if process is None:
             return DraftOutput(token_ids=best.indices, finite=finite)
         return DraftOutput(token_ids=processed_slots(logits, process).argmax(dim=-1), finite=finite)
-
-    # Whether `choose_tree` is there to be called.
-    drafts_trees = True
 
     def choose_tree(
         self,

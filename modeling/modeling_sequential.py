@@ -16,6 +16,7 @@ class SequentialDraftModel(DFlashModel):
     """A drafter with a head that is asked once for every slot, in order; a method says how in `correct`."""
 
     has_head = True
+    drafts_trees = False
     _keys_to_ignore_on_load_unexpected = []
 
     def correct(
@@ -64,8 +65,6 @@ class SequentialDraftModel(DFlashModel):
             drafted = torch.cat([drafted, token_ids], dim=-1)
         logits = torch.stack(proposal, dim=1) if proposal else None
         return DraftOutput(token_ids=drafted, proposal_logits=logits, finite=finite)
-
-    drafts_trees = False
 
     def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
         raise ValueError(
