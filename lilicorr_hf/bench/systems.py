@@ -151,8 +151,10 @@ def assisted(setting: Setting, path: str | None, model_class: type[DFlashModel],
     return {"assistant_model": load_variant(folder, setting.target, model_class, longest=setting.longest, **how)}
 
 
-def slots(setting: Setting, path: str | None) -> int:
-    """Tokens of a chain that a checkpoint drafts."""
+def tree_of(setting: Setting, path: str | None, nodes: int | None) -> int:
+    """`nodes`, or else as many tokens as a chain of the checkpoint has."""
+    if nodes is not None:
+        return nodes
     return LiLiCorrConfig.from_pretrained(resolve_assistant(path or setting.assistant)).num_slots
 
 
@@ -203,13 +205,13 @@ def lilicorr_tree(
     setting: Setting, nodes: int | None = None, path: str | None = None, **fields: Any
 ) -> dict[str, Any]:
     """a tree of `nodes` tokens, by default as many as a chain has, grown by the head's scores"""
-    return assisted(setting, path, LiLiCorrDraftModel, tree_budget=nodes or slots(setting, path), **fields)
+    return assisted(setting, path, LiLiCorrDraftModel, tree_budget=tree_of(setting, path, nodes), **fields)
 
 
 @method("ddtree")
 def ddtree(setting: Setting, nodes: int | None = None, path: str | None = None) -> dict[str, Any]:
     """a tree of `nodes` tokens, by default as many as a chain has, grown by the drafter's own probabilities"""
-    return assisted(setting, path, DFlashModel, tree_budget=nodes or slots(setting, path))
+    return assisted(setting, path, DFlashModel, tree_budget=tree_of(setting, path, nodes))
 
 
 @method("dflash")
