@@ -23,8 +23,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize("kept", [False, True])
 def test_large_tensors_take_the_memory_of_those_before(kept):
-    """128 MiB are 32,768 pages of 4 KiB, or 64 of 2 MiB. Something small may come to lie in what the first tensors left,
-    and a second place of that size be taken, once."""
+    """128 MiB are 32,768 pages of 4 KiB, or 64 of 2 MiB. Something small may come to lie in what the first tensors
+    left, and a second place of that size be taken, once."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     script = SCRIPT.format(call="keep_freed_memory()" if kept else "")
     printed = subprocess.run(
