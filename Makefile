@@ -64,7 +64,7 @@ OTHERS := transformers-dflash prompt-lookup
 benchmark: setup
 	$(call run,greedy,28) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 $(FEW)
 	$(call run,bf16,18) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,trees,12) $(addprefix --system ,$(LARGE)) --system lilicorr:adaptive_draft=true --limit 10 $(FEW)
+	$(call run,trees,12) $(addprefix --system ,$(LARGE)) --system lilicorr-tree:adaptive_draft=true --limit 10 $(FEW)
 	$(call run,sets,10) $(addprefix --system ,$(LARGE)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
 	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(SMALL)) --system lilicorr:sampled_walk=true $(FEW)
 	$(call run,concurrency,7) $(addprefix --system ,$(SMALL)) --batch-sizes 1,2,4,8,16,32 --limit 64 \

@@ -54,8 +54,8 @@ def tau_by_weight(
             blocks = draft_at(assistant, tables, answer, anchors[start : start + CHUNK])
             lattice = cast(Lattice, blocks.draft.lattice)
             for weight in weights:
-                tree = DraftTree(*lattice_tree(lattice, blocks.logits, tree_budget, weight))
-                reach[weight] += tree.reach(blocks.truth).tolist()
+                tree = lattice_tree(lattice, blocks.logits, tree_budget, weight)
+                reach[weight] += DraftTree(tree.token_ids, tree.parents).reach(blocks.truth).tolist()
         for weight in weights:
             accepted[weight] += block_by_block(reach[weight])
     if not any(accepted.values()):

@@ -107,7 +107,6 @@ class LiLiCorrConfig(Qwen3Config):
             they were drawn from, instead of the greedy walk. Either way is exact.
         adaptive_draft (`bool`): whether a call of one sequence cuts drafts, and pauses drafting, where its own times
             say that plain decoding is faster. The text is the same; how it falls into blocks depends on the clock.
-            Trees are neither cut nor paused.
         scoring (`str`): how a draft is computed, or its scores where no more can be: `"eager"`, `"compile"` or
             `"cuda_graph"`; unset, the environment's `LILICORR_SCORING`, or else the last on a GPU and the first
             elsewhere.

@@ -16,7 +16,6 @@ from .cache_lilicorr import select_columns
 from .configuration_lilicorr import check_tree_budget
 from .generation_lilicorr import BlockDrafting
 from .lanes_lilicorr import Lane
-from .lattice_lilicorr import Lattice
 from .pacing_lilicorr import Pace
 from .target_lilicorr import block_positions, tapped_states
 from .tree_lilicorr import TreeShape
@@ -51,9 +50,8 @@ class RowDrafting(BlockDrafting):
         self.temperature = None
         if config.do_sample and drafter.config.sampled_walk:
             self.temperature = 1.0 if config.temperature is None else config.temperature
-        # A drawn draft depends on the seed; how it is cut must not depend on the clock. A tree keeps its size.
-        paced = drafter.config.adaptive_draft and self.temperature is None and not self.tree_budget
-        self.pace = Pace() if paced else None
+        # A drawn draft depends on the seed; how it is cut must not depend on the clock.
+        self.pace = Pace() if drafter.config.adaptive_draft and self.temperature is None else None
         # Whether the drafter has still to read `context`.
         self.unread = False
         self.draft_started = self.pass_started = 0.0
@@ -127,8 +125,8 @@ class RowDrafting(BlockDrafting):
         )
         self.unread = False
         self.close_gaps()
-        if pace is not None and output.lattice is not None:
-            output.token_ids = output.token_ids[:, : pace.length(survival(output.lattice, budget))]
+        if pace is not None and (chances := survival(output, budget)) is not None:
+            cut(output, pace.length(chances))
         self.pass_started = time.perf_counter()
         self._verify_start = self._now()
         self._draft_seconds = self._verify_start - start
@@ -199,15 +197,26 @@ class RowDrafting(BlockDrafting):
             self.record_block(ids, row, drafted, count - 1, seconds, len(rows), sequence)
 
 
-def survival(lattice: Lattice, budget: int) -> list[float]:
-    """How probable the first `budget` tokens of the walk are, each with all before it, to the drafter.
+def survival(output: "DraftOutput", budget: int) -> list[float] | None:
+    """How probable each drafted token of a sequence is, with all before it on its path; `None` if nobody knows.
 
-    To the drafter and not by equation 2; [`Pace`] corrects what is off by what the target accepts.
+    Of a walk to the drafter, up to `budget` tokens, and not by equation 2; [`Pace`] corrects what is off by what the
+    target accepts.
     """
-    assert lattice.walk is not None
+    if output.log_probs is not None:
+        return output.log_probs[0].exp().tolist()
+    if (lattice := output.lattice) is None or lattice.walk is None:
+        return None
     walk = lattice.walk[0, :budget]
     log_probs = lattice.log_probs[0, : len(walk)].gather(-1, walk.unsqueeze(-1)).squeeze(-1)
     return log_probs.cumsum(dim=-1).exp().tolist()
+
+
+def cut(output: "DraftOutput", length: int) -> None:
+    """Leaves a draft its first `length` tokens; of a tree they are the best tree of that size."""
+    output.token_ids = output.token_ids[:, :length]
+    if output.parents is not None:
+        output.parents = output.parents[:, :length] if length else None
 
 
 __all__ = ["RowDrafting"]

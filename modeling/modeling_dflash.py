@@ -63,6 +63,7 @@ class DraftOutput(ModelOutput):
         token_ids (`torch.LongTensor` of shape `[b, n]`): drafted tokens, `n` at most `S` but in a tree.
         parents (`torch.LongTensor` of shape `[b, n]`): index of each token's predecessor in a tree, which comes before
             it, and -1 for the anchor; `None` for a chain.
+        log_probs (`torch.Tensor` of shape `[b, n]`): of a tree's tokens, see [`BestFirstTree`].
         proposal_logits (`torch.Tensor` of shape `[b, n, V]`): what the tokens were drawn from; `None` when the draft
             is a deterministic function of the prefix, in other words a point mass.
         lattice ([`Lattice`]): the candidates and scores the draft was chosen from, of methods that have them.
@@ -71,6 +72,7 @@ class DraftOutput(ModelOutput):
 
     token_ids: torch.Tensor
     parents: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
     proposal_logits: torch.Tensor | None = None
     lattice: Lattice | None = None
     finite: torch.Tensor | None = None
@@ -326,8 +328,8 @@ class DFlashModel(DFlashPreTrainedModel):
         Processors act on a slot as after the most probable tokens of the slots before it, on whichever path.
         """
         finite = logits.amax(dim=-1).isfinite().all(dim=-1)
-        token_ids, parents = marginal_tree(steered_slots(logits, shape, process), shape.nodes)
-        return DraftOutput(token_ids=token_ids, parents=parents, finite=finite)
+        tree = marginal_tree(steered_slots(logits, shape, process), shape.nodes)
+        return DraftOutput(**tree._asdict(), finite=finite)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` before any compute if this drafter cannot draft for `target`; see [`check_target`]."""

@@ -56,8 +56,8 @@ class LatticeDraftModel(DFlashModel):
         _, slots, k = lattice.candidate_ids.shape
         scored = process is None and shape.nodes <= k and shape.depth >= slots
         steered = None if scored else steered_slots(logits, shape, process)
-        token_ids, parents = lattice_tree(lattice, steered, shape.nodes, self.config.tree_weight)
-        return DraftOutput(token_ids=token_ids, parents=parents, lattice=lattice, finite=finite_scores(lattice))
+        tree = lattice_tree(lattice, steered, shape.nodes, self.config.tree_weight)
+        return DraftOutput(**tree._asdict(), lattice=lattice, finite=finite_scores(lattice))
 
 
 def finite_scores(lattice: Lattice) -> torch.Tensor:

@@ -24,9 +24,20 @@ class TreeShape(NamedTuple):
     depth: int
 
 
-def best_first_tree(
-    candidate_ids: torch.Tensor, log_probs: torch.Tensor, nodes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+class BestFirstTree(NamedTuple):
+    """A tree whose tokens stand by descending probability, so that its first ones are the best tree of their number.
+
+    Args:
+        token_ids, parents (`torch.LongTensor` of shape `[b, n]`): as in [`DraftOutput`].
+        log_probs (`torch.Tensor` of shape `[b, n]`): of each token with all before it on its path.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    log_probs: torch.Tensor
+
+
+def best_first_tree(candidate_ids: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> BestFirstTree:
     """The `nodes` most probable prefixes of a block. They are a tree, as no prefix is less probable than a longer one,
     and of all trees of that size the one with the greatest expected acceptance length (DDTree, section 3), also where
     a slot depends on the one before.
@@ -40,8 +51,7 @@ def best_first_tree(
             before, at `[..., i, j]`; the first slot comes after the anchor, whatever `i`. None is above 0.
 
     Returns:
-        token ids and parents `[b, n]` as in [`DraftOutput`], the most probable prefix first; `n` is less than `nodes`
-        only where there are not as many prefixes.
+        [`BestFirstTree`], with less than `nodes` tokens only where there are not as many prefixes.
     """
     rows, _, width = candidate_ids.shape
     # The anchor, from which all prefixes grow.
@@ -55,12 +65,13 @@ def best_first_tree(
         levels.append((scores, ids.gather(-1, index), parents))
     scores, token_ids, parents = (torch.cat(parts, dim=-1) for parts in zip(*levels, strict=True))
     # Stable: of equals the shorter prefix comes first, so that no node is there without its parent.
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
     rank, order = order.argsort(dim=-1), order[:, 1 : nodes + 1]
-    return token_ids.gather(-1, order), rank.gather(-1, parents.gather(-1, order)) - 1
+    parents = rank.gather(-1, parents.gather(-1, order)) - 1
+    return BestFirstTree(token_ids.gather(-1, order), parents, scores[:, 1 : nodes + 1])
 
 
-def marginal_tree(logits: torch.Tensor, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def marginal_tree(logits: torch.Tensor, nodes: int) -> BestFirstTree:
     """DDTree: [`best_first_tree`] of slots that do not know of each other.
 
     Args:
@@ -70,9 +81,7 @@ def marginal_tree(logits: torch.Tensor, nodes: int) -> tuple[torch.Tensor, torch
     return best_first_tree(candidate_ids, given_anything(log_probs), nodes)
 
 
-def lattice_tree(
-    lattice: Lattice, logits: torch.Tensor | None, nodes: int, weight: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lattice_tree(lattice: Lattice, logits: torch.Tensor | None, nodes: int, weight: float) -> BestFirstTree:
     """LiLiCorr-Tree: [`best_first_tree`] under the head's scores; tokens it did not score keep the drafter's.
 
     Args:
@@ -140,6 +149,7 @@ def conditional_log_probs(lattice: Lattice, log_probs: torch.Tensor, weight: flo
 
 
 __all__ = [
+    "BestFirstTree",
     "TreeShape",
     "best_first_tree",
     "conditional_log_probs",

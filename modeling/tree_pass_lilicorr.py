@@ -69,8 +69,7 @@ def default_tree_budget(drafter: "DFlashModel", target: "PreTrainedModel", model
     On CPUs alone, where what a tree costs besides is little beside a pass; 0 where no tree can be had.
     """
     config = drafter.config
-    drawn_or_cut = config.sampled_walk or config.adaptive_draft
-    possible = target.device.type == "cpu" and drafter.drafts_trees and not drawn_or_cut
+    possible = target.device.type == "cpu" and drafter.drafts_trees and not config.sampled_walk
     return config.num_slots if possible and why_no_tree(target, model_kwargs) is None else 0
 
 

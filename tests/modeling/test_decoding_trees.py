@@ -262,7 +262,7 @@ def test_the_budget_of_a_call_stands_above_that_of_the_config():
 def test_where_nobody_asks_a_cpu_verifies_trees_as_large_as_chains():
     """And chains where no tree can be had, or is wanted."""
     llama = target_of("llama")
-    cases = [({}, {}, True), ({"adaptive_draft": True}, {}, False), ({"sampled_walk": True}, {}, False)]
+    cases = [({}, {}, True), ({"sampled_walk": True}, {}, False)]
     if StaticLayer.is_croppable:
         cases.append(({}, {"cache_implementation": "static", "disable_compile": True}, False))
     for fields, options, trees in cases:
@@ -299,13 +299,6 @@ def test_tokens_that_only_the_target_knows_of_are_in_no_tree():
     assert assisted.tolist() == plain.tolist() and all(block.parents is None for block in recording.blocks)
     with pytest.raises(ValueError, match="holds 8 positions and the text has 6.*tree_budget=0"):
         both(target, tiny_assistant(0, tree_budget=4), attention_mask=mask)
-
-
-def test_adaptive_drafting_leaves_trees_whole():
-    assistant = tiny_assistant(0, tree_budget=9, adaptive_draft=True)
-    with lilicorr_hf.record() as recording:
-        plain, assisted = both(target_of("llama"), assistant, max_new_tokens=40)
-    assert assisted.tolist() == plain.tolist() and {block.drafted for block in recording.blocks[:-1]} == {9}
 
 
 def test_broken_weights_change_no_text():

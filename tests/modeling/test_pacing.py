@@ -8,9 +8,11 @@ from tiny import Oracle, tiny_assistant, tiny_target
 
 from lilicorr_hf import record
 from lilicorr_hf.modeling import drafting_lilicorr
-from lilicorr_hf.modeling.drafting_lilicorr import survival
+from lilicorr_hf.modeling.drafting_lilicorr import cut, survival
 from lilicorr_hf.modeling.lattice_lilicorr import Lattice
+from lilicorr_hf.modeling.modeling_dflash import DraftOutput
 from lilicorr_hf.modeling.pacing_lilicorr import TRIAL, Pace
+from lilicorr_hf.modeling.tree_lilicorr import best_first_tree, given_anything, marginal_tree
 
 
 PLAIN, DRAFT, ROW = 1.0, 0.3, 0.05
@@ -78,13 +80,34 @@ def test_a_drafter_that_underestimates_itself_is_corrected():
 def test_survival_is_the_drafters_probability_of_the_walk():
     log_probs = torch.tensor([[[0.5, 0.3], [0.9, 0.1], [0.6, 0.2]]]).log()
     lattice = Lattice(candidate_ids=torch.zeros(1, 3, 2), log_probs=log_probs, walk=torch.tensor([[1, 0, 0]]))
-    assert survival(lattice, 2) == pytest.approx([0.3, 0.27])
-    assert survival(lattice, 7) == pytest.approx([0.3, 0.27, 0.162])
-    assert survival(lattice, 0) == []
+    walk = DraftOutput(token_ids=torch.zeros(1, 3), lattice=lattice)
+    assert survival(walk, 2) == pytest.approx([0.3, 0.27])
+    assert survival(walk, 7) == pytest.approx([0.3, 0.27, 0.162])
+    assert survival(walk, 0) == []
 
 
+def test_survival_of_a_tree_is_that_of_its_paths():
+    tree = best_first_tree(
+        torch.tensor([[[4, 5], [6, 7]]]), given_anything(torch.tensor([[[0.7, 0.3], [0.9, 0.1]]]).log()), 4
+    )
+    assert tree.token_ids.tolist() == [[4, 6, 5, 6]] and tree.parents.tolist() == [[-1, 0, -1, 2]]
+    assert survival(DraftOutput(**tree._asdict()), 2) == pytest.approx([0.7, 0.63, 0.3, 0.27])
+
+
+def test_a_cut_tree_is_the_tree_of_that_size():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 4, 30)
+    for length in (9, 5, 1, 0):
+        output, smaller = DraftOutput(**marginal_tree(logits, 9)._asdict()), marginal_tree(logits, length)
+        cut(output, length)
+        assert output.token_ids.tolist() == smaller.token_ids.tolist()
+        # Nothing is a chain of no tokens.
+        assert output.parents is None if length == 0 else torch.equal(output.parents, smaller.parents)
+
+
+@pytest.mark.parametrize("tree_budget", [0, 6])
 @pytest.mark.parametrize("wanted", [[True, False, False], [False, False, True], [True, True, False]])
-def test_text_is_the_same_however_a_call_is_paced(monkeypatch, wanted):
+def test_text_is_the_same_however_a_call_is_paced(monkeypatch, wanted, tree_budget):
     """Pauses leave context rows unread, and the drafter reads them with its next block."""
 
     class Scripted(Pace):
@@ -99,7 +122,7 @@ def test_text_is_the_same_however_a_call_is_paced(monkeypatch, wanted):
             return len(survival) - 1
 
     monkeypatch.setattr(drafting_lilicorr, "Pace", Scripted)
-    target, assistant = tiny_target("qwen3"), tiny_assistant(adaptive_draft=True).double()
+    target, assistant = tiny_target("qwen3"), tiny_assistant(adaptive_draft=True, tree_budget=tree_budget).double()
     inputs = {"input_ids": torch.tensor([[5, 9, 2, 7]])}
     options = {"max_new_tokens": 30, "do_sample": False}
     plain = target.generate(**inputs, **options)
@@ -108,7 +131,7 @@ def test_text_is_the_same_however_a_call_is_paced(monkeypatch, wanted):
     with record() as recording:
         assert torch.equal(target.generate(**inputs, **options, assistant_model=assistant), plain)
     handle.remove()
-    assert {block.drafted for block in recording.blocks} >= {0, 3}
+    assert {block.drafted for block in recording.blocks} >= {0, (tree_budget or 4) - 1}
     # Every row before the last draft's anchor was read once, in order.
     rows = torch.cat(read, dim=1)
     states = target(plain, output_hidden_states=True).hidden_states
@@ -121,7 +144,7 @@ def test_a_draft_the_target_always_accepts_is_hardly_ever_left_out(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(drafting_lilicorr.time, "perf_counter", lambda: next(clock))
     # The drafter is random, its tokens are not.
-    monkeypatch.setattr(drafting_lilicorr, "survival", lambda lattice, budget: [0.9, 0.8, 0.7, 0.6][:budget])
+    monkeypatch.setattr(drafting_lilicorr, "survival", lambda output, budget: [0.9, 0.8, 0.7, 0.6][:budget])
     target = tiny_target("llama")
     assistant = tiny_assistant(model_class=Oracle, adaptive_draft=True).double()
     ids = torch.tensor([[1, 2, 3]])

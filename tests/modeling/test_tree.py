@@ -60,20 +60,21 @@ def test_tree_is_the_best_of_all_prefixes(kind, slots, width, nodes):
     rows = 3
     log_probs = random_log_probs(rows, slots, width, kind, seed=nodes)
     candidate_ids = torch.arange(width).expand(rows, slots, width)
-    token_ids, parents = best_first_tree(candidate_ids, log_probs, nodes)
+    token_ids, parents, path_log_probs = best_first_tree(candidate_ids, log_probs, nodes)
     for row in range(rows):
         scores = all_prefixes(log_probs[row])
         found = prefixes_of(token_ids[row].tolist(), parents[row].tolist())
         assert len(found) == len(set(found)) == min(nodes, len(scores))
         ours, best = [scores[prefix] for prefix in found], sorted(scores.values(), reverse=True)[: len(found)]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(best), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(path_log_probs[row], torch.tensor(ours), atol=1e-5, rtol=1e-5)
 
 
 def test_tokens_are_those_of_the_candidates():
     log_probs = random_log_probs(1, 3, 4, "random", seed=0)
     ids = torch.randperm(50)[:12].view(1, 3, 4)
-    token_ids, parents = best_first_tree(ids, log_probs, 20)
-    index, same_parents = best_first_tree(torch.arange(4).expand(1, 3, 4), log_probs, 20)
+    token_ids, parents, _ = best_first_tree(ids, log_probs, 20)
+    index, same_parents, _ = best_first_tree(torch.arange(4).expand(1, 3, 4), log_probs, 20)
     assert parents.tolist() == same_parents.tolist()
     for prefix, tokens in zip(
         prefixes_of(index[0].tolist(), parents[0].tolist()),
@@ -88,13 +89,13 @@ def test_no_slot_is_no_tree():
         marginal_tree(torch.zeros(2, 0, 9), 4),
         best_first_tree(torch.zeros(2, 0, 3), torch.zeros(2, 0, 3, 3), 4),
     ):
-        assert [part.shape for part in tree] == [(2, 0), (2, 0)]
+        assert [part.shape for part in tree] == 3 * [(2, 0)]
 
 
 def test_marginal_tree_is_that_of_products_of_marginals():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 5)
-    token_ids, parents = marginal_tree(logits, 12)
+    token_ids, parents, _ = marginal_tree(logits, 12)
     log_probs = logits.log_softmax(dim=-1).unsqueeze(2).expand(-1, -1, 5, -1)
     for row in range(2):
         scores = all_prefixes(log_probs[row])
@@ -146,7 +147,7 @@ def test_a_tree_of_the_head_holds_its_walk_first_where_it_is_sure():
     logits = torch.randn(1, 4, 30)
     lattice = random_lattice(logits, 3)
     lattice.start_scores, lattice.pair_scores = lattice.start_scores * 9, lattice.pair_scores * 9
-    token_ids, parents = lattice_tree(lattice, logits, 12, 0.0)
+    token_ids, parents, _ = lattice_tree(lattice, logits, 12, 0.0)
     first = prefixes_of(token_ids[0].tolist(), parents[0].tolist())[0]
     assert first == (lattice.candidate_ids[0, 0, lattice.start_scores.argmax()].item(),)
 
@@ -167,7 +168,7 @@ def test_what_processors_forbid_comes_last_in_a_tree(weight):
     banned = lattice.candidate_ids[0, :, 0].tolist() + lattice.candidate_ids[0, 2].tolist()
     slots = steered_slots(logits, TreeShape(8, 3), forbid(banned))
     assert slots.shape == (2, 3, 30)
-    for token_ids, _ in (lattice_tree(lattice, slots, 8, weight), marginal_tree(slots, 8)):
+    for token_ids, _, _ in (lattice_tree(lattice, slots, 8, weight), marginal_tree(slots, 8)):
         assert not set(token_ids.flatten().tolist()) & set(banned)
     assert steered_slots(logits, TreeShape(8, 9), forbid(list(range(30)))).shape == (2, 0, 30)
 
