@@ -7,7 +7,9 @@ parts of the run, so that at any time they have seen equally much, to within one
 
 import argparse
 import multiprocessing
+import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -98,12 +100,16 @@ def read_study(name: str, output_dir: Path) -> Study:
 
 
 class StopAt(TrainerCallback):
-    """Evaluates, saves and stops once a share of the trainer's run is over."""
+    """Evaluates, saves and stops once a share of the trainer's run is over; gives up where the study was killed."""
 
     def __init__(self, trainer: LiLiCorrTrainer, share: float):
         self.trainer, self.share = trainer, share
+        self.study = os.getppid()
 
     def on_step_end(self, args, state, control, **kwargs):
+        if os.getppid() != self.study:
+            # The command that goes on must find nobody else at work in the folder.
+            sys.exit(f"The study that {args.output_dir} belongs to is gone.")
         if self.trainer.elapsed >= self.share:
             control.should_training_stop = control.should_save = control.should_evaluate = True
 

@@ -1,7 +1,12 @@
 """Systems trained in turns under equal conditions, and measured: the command a user runs."""
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -63,6 +68,30 @@ def test_study_trains_in_turns_goes_on_and_measures(study_file, tmp_path):
     ours, straight = (LiLiCorrDraftModel.from_pretrained(folder) for folder in (runs / "whole", tmp_path / "straight"))
     for (name, one), other in zip(ours.named_parameters(), straight.parameters(), strict=True):
         assert one.equal(other), name
+
+
+def test_systems_of_a_killed_study_train_no_further(study_file, tmp_path):
+    """Killed where it cannot tell its processes: the same command may go on at once."""
+    main = "import sys; from lilicorr_hf.training import study; study.main(sys.argv[1:])"
+    options = ["--max_steps", "100000", "--save_strategy", "steps", "--save_steps", "20"]
+    with subprocess.Popen([sys.executable, "-c", main, str(study_file), *options]) as running:
+        wait_for(lambda: list(tmp_path.rglob("checkpoint-*")))
+        training = psutil.Process(running.pid).children(recursive=True)
+        running.kill()
+    wait_for(lambda: not any(is_alive(process) for process in training))
+
+
+def is_alive(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def whole_run(tmp_path):
