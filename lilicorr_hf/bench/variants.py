@@ -47,6 +47,7 @@ SERVING_FIELDS = (
     "logit_scale",
     "sampled_walk",
     "scoring",
+    "token_table",
     "tree_budget",
     "tree_weight",
 )
