@@ -23,7 +23,7 @@ from .variants import SERVING_FIELDS, WALKS, StockLoopModel, load_variant
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PLAIN = "plain"
+PLAIN, CHECKPOINT = "plain", "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ class System:
 
     @property
     def label(self) -> str:
-        """The spec without folders of this machine."""
-        options = [f"{k}={Path(v).name if k == 'path' else v}" for k, v in self.options.items()]
-        return ":".join([self.name, *([",".join(options)] if options else [])])
+        """The spec without folders of this machine; any other checkpoint goes by its own name."""
+        options = {k: Path(v).name if k == "path" else v for k, v in self.options.items()}
+        name = options.pop("path") if self.name == CHECKPOINT else self.name
+        return ":".join([name, *([",".join(f"{k}={v}" for k, v in options.items())] if options else [])])
 
     @property
     def batches(self) -> bool:
@@ -220,7 +221,7 @@ def dflash(setting: Setting, path: str) -> dict[str, Any]:
     return assisted(setting, path, DFlashModel)
 
 
-@method("checkpoint")
+@method(CHECKPOINT)
 def checkpoint(setting: Setting, path: str, **fields: Any) -> dict[str, Any]:
     """any other checkpoint (Domino, DSpark, DFlash2, ...) as the class its config names"""
     return assisted(setting, path, assistant_class(resolve_assistant(path)), **fields)
