@@ -6,7 +6,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 PROMPT ?= A train travels 60 km in 45 minutes. What is its speed in km per hour? Think step by step.
 
-.PHONY: setup generate test docs browser exactness decoding-speed benchmark quality style versions import-time \
+.PHONY: setup generate test docs browser exactness decoding-speed benchmark study quality style versions import-time \
 	first-paint screenshots peer-training peer-engines golden clean
 
 # One command from a fresh clone to assisted text: environment, target model, answer, comparison.
@@ -72,6 +72,22 @@ benchmark: setup
 	$(call run,lengths,9) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
 	$(call run,ablations,8) $(addprefix --system ,$(VARIANTS)) $(FEW)
+
+# The tables and pictures of docs/study.md: draft methods trained on ANSWERS, three quarters of an hour of a core each, and
+# measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
+ANSWERS ?= answers.jsonl
+METHODS := runs/methods
+TREES := --system lilicorr-tree:path=$(METHODS)/lilicorr --system ddtree:path=$(METHODS)/dflash
+DRAWN := --system checkpoint:path=$(METHODS)/dspark,sampled_walk=true
+compare = $(BIN)/lilicorr study methods --output_dir $(METHODS) --train_files $(ANSWERS) --parts 3 --jobs 2 \
+	--page docs/study.md --bench "--output runs/study/$(1).json $(2)"
+study: setup
+	$(call compare,taus,--limit 20 --batch-sizes 10 $(TREES) $(FEW))
+	$(call compare,speed,--limit 6 $(FEW))
+	$(call compare,sampling,--temperatures 1 --limit 4 $(DRAWN) $(FEW))
+	$(call compare,concurrency,--batch-sizes 1,4,16 --limit 16 --full-length --max-new-tokens 64 $(FEW))
+	$(call compare,languages,--batch-sizes 8 training/configs/studies/languages.jsonl)
+	$(call compare,long,--lengths 512,2048 --limit 6 --full-length --max-new-tokens 64 $(DATA)/specbench.jsonl)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200
