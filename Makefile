@@ -79,15 +79,18 @@ ANSWERS ?= answers.jsonl
 METHODS := runs/methods
 TREES := --system lilicorr-tree:path=$(METHODS)/lilicorr --system ddtree:path=$(METHODS)/dflash
 DRAWN := --system checkpoint:path=$(METHODS)/dspark,sampled_walk=true
+BATCHES := --batch-sizes 1,4,16 --limit 16
+LENGTHS := --lengths 512,2048 --limit 6
+SHORT := --full-length --max-new-tokens 64
 compare = $(BIN)/lilicorr study methods --output_dir $(METHODS) --train_files $(ANSWERS) --parts 3 --jobs 2 \
 	--page docs/study.md --bench "--output runs/study/$(1).json $(2)"
 study: setup
 	$(call compare,taus,--limit 20 --batch-sizes 10 $(TREES) $(FEW))
 	$(call compare,speed,--limit 6 $(FEW))
 	$(call compare,sampling,--temperatures 1 --limit 4 $(DRAWN) $(FEW))
-	$(call compare,concurrency,--batch-sizes 1,4,16 --limit 16 --full-length --max-new-tokens 64 $(FEW))
+	$(call compare,concurrency,$(BATCHES) $(SHORT) $(FEW))
 	$(call compare,languages,--batch-sizes 8 training/configs/studies/languages.jsonl)
-	$(call compare,long,--lengths 512,2048 --limit 6 --full-length --max-new-tokens 64 $(DATA)/specbench.jsonl)
+	$(call compare,long,$(LENGTHS) $(SHORT) $(DATA)/specbench.jsonl)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
 N ?= 200
