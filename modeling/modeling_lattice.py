@@ -51,7 +51,12 @@ class LatticeDraftModel(DFlashModel):
         )
 
     def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
-        """A tree grown by the head's scores, LiLiCorr-Tree for its head; see [`lattice_tree`]."""
+        """A tree grown by the head's scores, LiLiCorr-Tree for its head; see [`lattice_tree`].
+
+        Where they weigh nothing they are not computed: then it is the drafter's, DDTree.
+        """
+        if self.config.tree_weight == 1:
+            return super().choose_tree(logits, output, anchor_ids, tables, shape, process)
         lattice = self.score(logits, output, anchor_ids, tables)
         _, slots, k = lattice.candidate_ids.shape
         scored = process is None and shape.nodes <= k and shape.depth >= slots

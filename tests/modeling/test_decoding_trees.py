@@ -301,6 +301,14 @@ def test_tokens_that_only_the_target_knows_of_are_in_no_tree():
         both(target, tiny_assistant(0, tree_budget=4), attention_mask=mask)
 
 
+def test_a_head_without_weight_is_not_asked(monkeypatch):
+    assistant = tiny_assistant(0, tree_budget=9, tree_weight=1)
+    monkeypatch.setattr(LiLiCorrDraftModel, "score", None)
+    with lilicorr_hf.record() as recording:
+        plain, assisted = both(target_of("llama"), assistant)
+    assert assisted.tolist() == plain.tolist() and recording.blocks[0].drafted == 9
+
+
 def test_broken_weights_change_no_text():
     for model_class in (LiLiCorrDraftModel, DFlashModel):
         assistant = tiny_assistant(0, model_class, tree_budget=9)
