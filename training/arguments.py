@@ -104,6 +104,11 @@ class LiLiCorrTrainingArguments(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.max_hours is not None:
             self.max_steps = sys.maxsize
+            if self.warmup_steps >= 1:
+                raise ValueError(
+                    f"`warmup_steps` is {self.warmup_steps:g} steps, and nobody knows how many `max_hours` will hold: "
+                    "give the share of the run, such as 0.04."
+                )
         super().__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:

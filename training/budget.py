@@ -3,8 +3,10 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, TrainerCallback, get_scheduler
@@ -48,11 +50,18 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_step_begin(self, args, state, control, **kwargs):
         self._since = CLOCKS[args.clock]()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        # Before anybody asks, at the end of the step, what is left.
         self.seconds += CLOCKS[args.clock]() - self._since
+        if args.world_size > 1:
+            # All have to end, and to change their rates, in the same step.
+            seconds = broadcast(torch.tensor(self.seconds, dtype=torch.float64, device=args.device))
+            self.seconds = seconds.item()
+
+    def on_step_end(self, args, state, control, **kwargs):
         if self.progress == 1.0:
             control.should_training_stop = control.should_save = True
-            control.should_evaluate = args.eval_strategy != "no"
+            control.should_evaluate |= args.eval_strategy != "no"
 
     def state(self) -> dict:
         return {"args": {"hours": self.hours}, "attributes": {"seconds": self.seconds}}
@@ -81,9 +90,21 @@ class TimeBar(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
 
 
-def schedule_over(progress: Callable[[], float], name: str, optimizer: Optimizer, warmup_share: float) -> LambdaLR:
-    """The schedule that `transformers` knows as `name`, following `progress` from 0 to 1 instead of steps."""
-    by_step = get_scheduler(name, optimizer, int(warmup_share * RESOLUTION), RESOLUTION)
+def schedule_over(
+    progress: Callable[[], float],
+    name: str,
+    optimizer: Optimizer,
+    warmup_share: float,
+    options: dict[str, Any] | None = None,
+) -> LambdaLR:
+    """The schedule that `transformers` knows as `name`, following `progress` from 0 to 1 instead of steps.
+
+    Args:
+        warmup_share (`float`): of the run.
+        options (`dict`): of that schedule alone.
+    """
+    steps = int(warmup_share * RESOLUTION)
+    by_step: Any = get_scheduler(name, optimizer, steps, RESOLUTION, scheduler_specific_kwargs=options)
 
     def over_progress(factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: factor(int(progress() * RESOLUTION))

@@ -141,8 +141,9 @@ class LiLiCorrTrainer(PublishingTrainer):
         if self.args.max_hours is not None and self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
-            kind, warmup = self.args.lr_scheduler_type, self.args.warmup_steps
-            self.lr_scheduler = schedule_over(lambda: self.elapsed, kind, optimizer, warmup)
+            args = self.args
+            schedule: Any = args.lr_scheduler_type, optimizer, args.warmup_steps, args.lr_scheduler_kwargs
+            self.lr_scheduler = schedule_over(lambda: self.elapsed, *schedule)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -279,8 +280,9 @@ class LiLiCorrTrainer(PublishingTrainer):
         start = time.perf_counter()
         with record() as recording:
             for prompt in prompts:
+                prompt = prompt.to(self.args.device)
                 self.target.generate(
-                    prompt.to(self.args.device),
+                    prompt,
                     attention_mask=torch.ones_like(prompt),
                     # Chains, which every machine drafts.
                     custom_generate=block_decoding(model, tree_budget=0),

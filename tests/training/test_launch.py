@@ -100,6 +100,17 @@ def test_ddp(recipe, alone):
     assert_same_run(ours, alone)
 
 
+def test_hours_are_those_of_one_clock(recipe):
+    """Otherwise processes would part: one ends while the other waits for it."""
+    settings = yaml.safe_load(recipe.read_text()) | {"max_hours": 2 / 3600, "save_strategy": "no"}
+    settings |= {"eval_strategy": "no", "logging_steps": 1}
+    del settings["max_steps"]
+    hours, ours = recipe.with_name("hours.yaml"), recipe.parent / "hours"
+    hours.write_text(yaml.safe_dump(settings))
+    launch("ddp.yaml", ours, str(SUPPORT / "unequal_clocks.py"), "--config", str(hours))
+    assert history(ours, "loss")
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="`fully_shard` would take the accelerator")
 def test_fsdp2_and_resuming(recipe, alone):
     """Sharded over two processes; then its second half again, from the checkpoint."""

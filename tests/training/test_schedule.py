@@ -68,6 +68,36 @@ def test_a_budget_of_processor_time_leaves_waiting_out(target, examples, tmp_pat
     assert trainer.elapsed == 1.0 and time.perf_counter() - start > 0.5 + 0.05 * (trainer.state.global_step - 1)
 
 
+def test_a_share_and_a_schedule_of_hours(target, examples, tmp_path):
+    with pytest.raises(ValueError, match="`warmup_steps` is 100 steps.*the share of the run"):
+        trainer_for(target, examples, tmp_path, max_hours=1.0, warmup_steps=100)
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}}
+    trainer = trainer_for(target, examples, tmp_path, max_hours=1 / 3600, learning_rate=1.0, **options)
+    trainer.train()
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.5)
+
+
+def test_the_last_part_of_hours_is_evaluated_by_whoever_watches_the_share(target, examples, answered, tmp_path):
+    """Resuming puts the budget behind other callbacks: the end is seen in its step all the same."""
+    options = {"max_hours": 1 / 3600, "save_strategy": "steps", "save_steps": 2}
+    first = trainer_for(target, examples, tmp_path, **options)
+    first.args.max_steps = 2
+    first.train()
+    trainer, seen = trainer_for(target, examples, tmp_path, prompts=answered[:1], **options), []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(trainer.elapsed)
+            control.should_evaluate = trainer.elapsed == 1.0
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            seen.append("evaluated")
+
+    trainer.add_callback(Watch())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen[-2:] == [1.0, "evaluated"]
+
+
 def test_resuming_counts_the_hours_on(target, examples, tmp_path):
     options = {"max_hours": 1.0, "save_strategy": "steps", "save_steps": 3}
     first = trainer_for(target, examples, tmp_path, **options)
