@@ -6,13 +6,15 @@ parts of the run, so that at any time they have seen equally much, to within one
 """
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +25,24 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lilicorr_hf.bench.cli import check as check_bench
+from lilicorr_hf.bench.cli import check_marks, put_into
 from lilicorr_hf.bench.cli import main as bench
-from lilicorr_hf.bench.cli import put_into
 from lilicorr_hf.bench.tables import Table
 
 from .memory import keep_freed_memory
 from .plot import read_history
-from .provenance import read_record
-from .train import named_file, new_trainer, parse_arguments, to_argv
+from .provenance import command_line, read_record
+from .train import named_file, new_trainer, parse_arguments, to_argv, without_hours
 from .trainer import LiLiCorrTrainer
 
 
 STUDIES = Path(__file__).parent / "configs" / "studies"
-# In a system's folder: which share of its run is over.
-SHARE = "share.txt"
+# In a system's folder: which share of its run is over, and a digest of its options.
+SHARE = "share.json"
 # Runs are evaluated, on held-out rows, and saved where their parts end.
 OPTIONS = {
     "eval_strategy": "no",
@@ -73,13 +77,26 @@ class Study:
 
     def argv(self, system: str, more: list[str]) -> list[str]:
         """Options of a system's run; `more` wins over the study's own."""
-        options = self.shared | self.systems[system]
+        options = without_hours(self.shared | self.systems[system], more)
         given = {name: value for name, value in options.items() if value is not None}
         return [*to_argv(given), *more, "--output_dir", str(self.folder(system))]
 
-    def share_done(self, system: str) -> float:
+    def share_done(self, system: str, more: list[str]) -> float:
+        """Of a system's run.
+
+        Raises:
+            `ValueError`: if what lies in its folder was trained with other options.
+        """
         record = self.folder(system) / SHARE
-        return float(record.read_text()) if record.is_file() else 0.0
+        if not record.is_file():
+            return 0.0
+        done = json.loads(record.read_text())
+        if done["options"] != digest(self.argv(system, more)):
+            raise ValueError(
+                f"{self.folder(system)} was trained with other options, see `recipe.yaml` there. Give the same again, "
+                "or another `--output_dir`."
+            )
+        return done["share"]
 
 
 def read_study(name: str, output_dir: Path) -> Study:
@@ -102,16 +119,32 @@ def read_study(name: str, output_dir: Path) -> Study:
 class StopAt(TrainerCallback):
     """Evaluates, saves and stops once a share of the trainer's run is over; gives up where the study was killed."""
 
-    def __init__(self, trainer: LiLiCorrTrainer, share: float):
-        self.trainer, self.share = trainer, share
-        self.study = os.getppid()
+    def __init__(self, trainer: LiLiCorrTrainer, share: float, study: int):
+        self.trainer, self.share, self.study = trainer, share, study
 
     def on_step_end(self, args, state, control, **kwargs):
-        if os.getppid() != self.study:
-            # The command that goes on must find nobody else at work in the folder.
-            sys.exit(f"The study that {args.output_dir} belongs to is gone.")
+        leave_if_killed(self.study)
         if self.trainer.elapsed >= self.share:
             control.should_training_stop = control.should_save = control.should_evaluate = True
+
+
+def digest(argv: list[str]) -> str:
+    # A token may be among them.
+    return hashlib.sha256("\0".join(argv).encode()).hexdigest()
+
+
+def leave_if_killed(study: int) -> None:
+    """Ends this process where the study with that process id is gone: the command that goes on must find nobody else
+    at work in its folders."""
+    if os.getppid() != study:
+        sys.exit("The study that this run belongs to is gone.")
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end."""
+    states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    newest = max(states, key=lambda path: int(path.parent.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest.parent)
 
 
 @contextmanager
@@ -121,27 +154,33 @@ def run_of(argv: list[str]) -> Iterator[LiLiCorrTrainer]:
     folder = Path(str(arguments[2].output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
-        trainer = new_trainer(*arguments, command=shlex.join(["lilicorr", "train", *argv]))
+        trainer = new_trainer(*arguments, command=command_line(argv, arguments[2].hub_token))
         yield trainer
         trainer.close()
 
 
 def set_up(argv: list[str]) -> None:
-    """Loads what a system's run needs, so that what would stop it is said before any system trains."""
-    with run_of(argv):
-        pass
+    """Loads what a system's run needs, so that what would stop it is said before any system trains.
+
+    Raises:
+        `ValueError`: if no rows are held out, by which systems are compared.
+    """
+    with run_of(argv) as trainer:
+        if trainer.held_out is None:
+            raise ValueError("No rows are held out, by which systems are compared: give `held_out`, such as 0.02.")
 
 
-def train_part(argv: list[str], share: float, threads: int) -> None:
-    """Goes on with a system's run until that share of it is over."""
+def train_part(argv: list[str], share: float, threads: int, study: int) -> None:
+    """Goes on with a system's run until that share of it is over, or the study with that process id is gone."""
+    leave_if_killed(study)
     torch.set_num_threads(threads)
     keep_freed_memory()
     with run_of(argv) as trainer:
         folder = Path(str(trainer.args.output_dir))
-        trainer.add_callback(StopAt(trainer, share))
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+        trainer.add_callback(StopAt(trainer, share, study))
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
         trainer.save_model()
-    (folder / SHARE).write_text(repr(share))
+    (folder / SHARE).write_text(json.dumps({"share": share, "options": digest(argv)}))
 
 
 def check_equal_budgets(study: Study, more: list[str]) -> None:
@@ -170,34 +209,54 @@ def train_in_turns(study: Study, more: list[str], parts: int, jobs: int, minutes
     Raises:
         `ValueError`: naming the first system that cannot be trained as it is given, before any is.
     """
-    start = time.monotonic()
+    start, here = time.monotonic(), os.getpid()
     threads = max(torch.get_num_threads() // jobs, 1)
+    done = {system: study.share_done(system, more) for system in study.systems}
     # A part ends with its process, so that none inherits memory or threads of another.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     clocks = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clocks)
     with pool, Progress(*columns, console=errors) as bar:
-        new = [system for system in study.systems if not study.share_done(system)]
+        new = [system for system in study.systems if not done[system]]
         task = bar.add_task("systems set up", total=len(new))
-        checking = {system: pool.submit(set_up, study.argv(system, more)) for system in new}
-        for system, check in checking.items():
-            try:
-                check.result()
-            except (OSError, ValueError) as error:
-                raise ValueError(f"System {system!r} of the study cannot be trained: {error}") from error
+        for _ in run_each(pool, jobs, {system: (set_up, study.argv(system, more)) for system in new}):
             bar.advance(task)
         task = bar.add_task("parts", total=parts * len(study.systems))
         for part in range(1, parts + 1):
             share = part / parts
-            due = [system for system in study.systems if study.share_done(system) < share]
+            due = [system for system in study.systems if done[system] < share]
             bar.advance(task, len(study.systems) - len(due))
-            waiting = [pool.submit(train_part, study.argv(system, more), share, threads) for system in due]
-            for training in waiting:
-                training.result()
+            calls = {system: (train_part, study.argv(system, more), share, threads, here) for system in due}
+            for _ in run_each(pool, jobs, calls):
                 bar.advance(task)
             if due and part < parts and minutes is not None and time.monotonic() - start > 60 * minutes:
                 return False
     return True
+
+
+def run_each(pool: Executor, jobs: int, calls: dict[str, tuple]) -> Iterator[str]:
+    """Runs the calls of the systems, `jobs` at a time, and names each system when its call has returned.
+
+    No further call is begun after one has failed; those under way end first.
+
+    Raises:
+        `ValueError`: naming the system whose call failed.
+    """
+    waiting: dict[Future, str] = {}
+    queue = list(calls.items())
+    while queue or waiting:
+        while queue and len(waiting) < jobs:
+            system, call = queue.pop(0)
+            waiting[pool.submit(*call)] = system
+        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+            system = waiting.pop(future)
+            try:
+                future.result()
+            except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
+                if waiting:
+                    errors.print(f"System {system!r} failed; others finish their part: {list(waiting.values())}.")
+                raise ValueError(f"System {system!r} of the study cannot be trained: {error}") from error
+            yield system
 
 
 def training_table(study: Study) -> Table:
@@ -237,15 +296,20 @@ def main(argv: list[str] | None = None) -> None:
     args, more = study_parser().parse_known_args(argv)
     study = read_study(args.study, args.output_dir or Path("runs") / Path(args.study).stem)
     check_equal_budgets(study, more)
+    if args.page is not None:
+        check_marks(args.page, "training")
+    checkpoints = [f"--system=checkpoint:path={study.folder(system)}" for system in study.systems]
+    page = [] if args.page is None else ["--page", str(args.page)]
+    benching = None if args.bench is None else [*shlex.split(args.bench), *checkpoints, *page]
+    if benching is not None:
+        check_bench(benching)
     complete = train_in_turns(study, more, args.parts, args.jobs, args.minutes)
-    if all(study.share_done(system) for system in study.systems):
+    if all(study.share_done(system, more) for system in study.systems):
         table = training_table(study)
         console.print(table.rich())
         if args.page is not None:
             put_into(args.page, "training", table.markdown())
-    if args.bench is not None:
-        checkpoints = [f"--system=checkpoint:path={study.folder(system)}" for system in study.systems]
-        page = [] if args.page is None else ["--page", str(args.page)]
-        bench([*shlex.split(args.bench), *checkpoints, *page])
+    if benching is not None:
+        bench(benching)
     if not complete:
         errors.print("Out of time: the same command goes on with the parts that are left.")

@@ -61,6 +61,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     """
     parser = HfArgumentParser(ARGUMENTS, prog="lilicorr train")  # type: ignore[arg-type]
     parser.add_argument("--config", help="YAML file or name of a recipe; the command line wins.")
+    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
     if "--config" in argv:
         at = argv.index("--config")
         settings: dict[str, Any] = yaml.safe_load(named_file(argv[at + 1]).read_text()) or {}
@@ -68,12 +69,15 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
         argv = argv[:at] + argv[at + 2 :]
-        if {option.split("=")[0] for option in argv} & {"--max_steps", "--num_train_epochs"}:
-            # Otherwise hours of the file would win over steps or epochs of the command line.
-            settings.pop("max_hours", None)
-        argv = to_argv(settings) + argv
+        argv = to_argv(without_hours(settings, argv)) + argv
     model_args, data_args, args, *_ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     return model_args, data_args, args
+
+
+def without_hours(settings: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """A file's settings; steps or epochs of the command line win over its hours, which would win over them."""
+    counted = {option.split("=")[0] for option in argv} & {"--max_steps", "--num_train_epochs"}
+    return {name: value for name, value in settings.items() if not (counted and name == "max_hours")}
 
 
 def named_file(name: str, folder: Path = CONFIGS) -> Path:

@@ -86,9 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["compare"]:
         compare_main(argv[1:])
         return
-    args = parse(argv)
-    options = options_of(args)
-    systems = parse_systems(list(options.systems))
+    args, options, systems = check(argv)
     model, tokenizer = load(args)
     items = plan(args.files, options, args.limit, fits=lambda prompt: fits(prompt, tokenizer, options))
     subject, session = describe(args, argv, options, systems, model)
@@ -110,6 +108,19 @@ def main(argv: list[str] | None = None) -> None:
     if wrong := mismatches(results.rows):
         errors.print(f"Text differs from plain decoding beyond ties of the target's two best tokens: {wrong[:5]}")
         raise SystemExit(1)
+
+
+def check(argv: list[str]) -> tuple[argparse.Namespace, Options, list[System]]:
+    """What is to be measured, and how.
+
+    Raises:
+        `ValueError`: for what can be seen to be wrong before anything is loaded.
+    """
+    args = parse(argv)
+    options = options_of(args)
+    if args.page is not None:
+        check_marks(args.page, args.output.stem)
+    return args, options, parse_systems(list(options.systems))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -228,18 +239,24 @@ def report(results: ResultFile, subject: dict[str, Any], output: Path | None, pa
         put_into(page, output.stem, text + links)
 
 
-def put_into(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between the page's marks of that name.
+def check_marks(page: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind the page's marks of that name, with them.
 
     Raises:
         `ValueError`: if the page has no such marks.
     """
     start, end = f"<!-- bench {name} -->", "<!-- end -->"
-    old = page.read_text(encoding="utf-8")
-    if start not in old or end not in old.split(start, 1)[1]:
+    before, found, rest = page.read_text(encoding="utf-8").partition(start)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
         raise ValueError(f"{page} has no lines {start!r} and {end!r} to put the tables between.")
-    before, rest = old.split(start, 1)
-    page.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+    return before + start, end + after
+
+
+def put_into(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between the page's marks of that name; raises as [`check_marks`]."""
+    before, after = check_marks(page, name)
+    page.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
 
 
 def compare_main(argv: list[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -107,6 +108,62 @@ def test_systems_with_unequal_budgets_are_refused(study_file):
     study_file.write_text(yaml.safe_dump(settings))
     with pytest.raises(ValueError, match="max_steps.*'bare': .4, None.*'whole': .6, None"):
         study.main([str(study_file)])
+
+
+def test_steps_of_the_command_line_win_over_hours_of_the_study(study_file, tmp_path):
+    settings = yaml.safe_load(study_file.read_text())
+    settings["shared"] = {"config": "recipe.yaml", "max_hours": 0.5}
+    study_file.write_text(yaml.safe_dump(settings))
+    two = study.read_study(str(study_file), tmp_path)
+    for more, hours in (([], True), (["--max_steps", "3"], False), (["--num_train_epochs=1"], False)):
+        assert ("--max_hours" in two.argv("whole", more)) == hours
+
+
+def test_a_folder_trained_with_other_options_is_refused(study_file, tmp_path):
+    two = study.read_study(str(study_file), tmp_path)
+    two.folder("bare").mkdir()
+    record = {"share": 0.5, "options": study.digest(two.argv("bare", ["--seed", "1"]))}
+    (two.folder("bare") / study.SHARE).write_text(json.dumps(record))
+    assert two.share_done("bare", ["--seed", "1"]) == 0.5 and two.share_done("whole", []) == 0
+    with pytest.raises(ValueError, match=r"bare was trained with other options.*--output_dir"):
+        two.share_done("bare", ["--seed", "2"])
+
+
+def test_nothing_is_begun_after_a_failure(capsys):
+    begun = []
+
+    def call(name, fails):
+        begun.append(name)
+        if fails:
+            raise FloatingPointError("not finite")
+
+    calls = {name: (call, name, name == "b") for name in "abcd"}
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="'b' .* cannot be trained: not finite"):
+        list(study.run_each(pool, 1, calls))
+    assert begun == ["a", "b"]
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_gone_on_from(tmp_path):
+    assert study.last_checkpoint(tmp_path) is None
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / ("trainer_state.json" if step < 11 else "model.safetensors")).touch()
+    assert study.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_what_cannot_be_measured_or_compared_is_said_before_anything_is_trained(study_file, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench training -->\n<!-- end -->\n")
+    bench = "asked.jsonl --target target --output taus.json"
+    for options, words in (
+        (["--bench", "nothing.jsonl"], "There is no nothing.jsonl"),
+        (["--bench", f"{bench} --system magic"], "Unknown system 'magic'"),
+        (["--bench", bench, "--page", str(page)], "no lines '<!-- bench taus -->'"),
+        (["--held_out", "0"], "No rows are held out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            study.main([str(study_file), *options])
+    assert not list(tmp_path.rglob("checkpoint-*"))
 
 
 def test_file_that_is_no_study_is_refused(tmp_path):
