@@ -29,7 +29,7 @@ TABLES = ("markov_w1", "predecessor_codebook", "successor_codebook")
 def drafters_beside(assistant: DFlashModel) -> dict[str, DFlashModel]:
     """By the name of its method, a drafter of each: `assistant`, and others of random weights and its sizes.
 
-    Those have one layer: what counts is the head. LiLiCorr's is there with a table of projected tokens, too.
+    Those have one layer: what counts is the head.
     """
     config = copy.deepcopy(assistant.config)
     config.update({"num_hidden_layers": 1, "layer_types": ["full_attention"], "target_layer_ids": [0]})
@@ -40,9 +40,6 @@ def drafters_beside(assistant: DFlashModel) -> dict[str, DFlashModel]:
             with torch.device(assistant.device):
                 drafter = drafter_class(name)(copy.deepcopy(config)).to(assistant.dtype).eval()
         drafters[name.removesuffix("DraftModel").removesuffix("Model")] = drafter
-    with torch.device(assistant.device):
-        config.token_table = True
-        drafters["LiLiCorr (table)"] = LiLiCorrDraftModel(config).to(assistant.dtype).eval()
     return drafters
 
 

@@ -254,12 +254,9 @@ class Blocks:
             return draft
         ids, log_probs = candidate_pool(logits, self.config.candidate_topk)
         watch.stamp("top-K")
-        head, _, embed = assistant.scoring.eager(assistant.lilicorr, self.tables).args
-        start, pair = head(
-            embed(ids).to(assistant.dtype),
-            log_probs,
-            output.last_hidden_state[:, assistant.slot_rows],
-            output.context_hidden_states[:, -1],
+        embeds = self.tables.embed(ids).to(assistant.dtype)
+        start, pair = assistant.scoring.fold(assistant.lilicorr)(
+            embeds, log_probs, output.last_hidden_state[:, assistant.slot_rows], output.context_hidden_states[:, -1]
         )
         watch.stamp("head")
         draft = ids.gather(-1, greedy_walk(start, pair).unsqueeze(-1)).squeeze(-1)

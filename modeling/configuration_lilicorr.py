@@ -110,8 +110,6 @@ class LiLiCorrConfig(Qwen3Config):
         scoring (`str`): how a draft is computed, or its scores where no more can be: `"eager"`, `"compile"` or
             `"cuda_graph"`; unset, the environment's `LILICORR_SCORING`, or else the last on a GPU and the first
             elsewhere.
-        token_table (`bool`): whether scoring keeps the head's projection of every token, `vocab_size` times
-            `head_hidden_size` numbers, instead of projecting the candidates of every block.
         tree_budget (`int`): tokens drafted as a tree of the most probable continuations, which the target verifies in
             one pass; 0 drafts one chain. Unset, a tree of as many tokens as a chain has, where a CPU verifies it.
         tree_weight (`float`): weight in [0, 1] of the drafter beside the head in how probable a continuation is; see
@@ -156,7 +154,6 @@ class LiLiCorrConfig(Qwen3Config):
     sampled_walk: bool = False
     adaptive_draft: bool = False
     scoring: str | None = None
-    token_table: bool = False
     tree_budget: int | None = None
     tree_weight: float | int = 0.7
 

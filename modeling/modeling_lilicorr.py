@@ -116,12 +116,12 @@ class LiLiCorrHead(nn.Module):
             eps=self.config.vector_eps,
         )
 
-    def node_inputs(self, tokens, log_probs, pass_hidden) -> torch.Tensor:
-        """The four terms of a node, summed: projected token, slot state, confidence, position; `[N, S, K, H]`."""
+    def node_inputs(self, token_embeds, log_probs, pass_hidden) -> torch.Tensor:
+        """The four terms of a node, summed: token, slot state, confidence, position; `[N, S, K, H]`."""
         num_slots, k = log_probs.shape[-2:]
-        features = candidate_features(log_probs).to(pass_hidden.dtype)
+        features = candidate_features(log_probs).to(token_embeds.dtype)
         return (
-            tokens
+            self.token_proj(token_embeds)
             + self.pass_hidden_proj(pass_hidden).unsqueeze(-2)
             + self.feature_mlp(features)
             + self.slot_embedding[0, :, :num_slots]
@@ -130,7 +130,7 @@ class LiLiCorrHead(nn.Module):
 
     def attended_nodes(self, token_embeds, log_probs, pass_hidden) -> torch.Tensor:
         """Nodes `[N, S, K, H]` after the lattice attention."""
-        nodes = self.node_inputs(self.token_proj(token_embeds), log_probs, pass_hidden)
+        nodes = self.node_inputs(token_embeds, log_probs, pass_hidden)
         _, num_slots, k, _ = nodes.shape
         bias = self.slot_bias(num_slots, k).to(nodes.dtype)
         nodes = nodes.flatten(1, 2)

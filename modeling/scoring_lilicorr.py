@@ -39,8 +39,6 @@ logger = logging.get_logger(__name__)
 MODES = ("eager", "compile", "cuda_graph")
 # Passes a model keeps ready: every batch size and target has its own.
 LARGEST_COLLECTION = 16
-# Tokens of the vocabulary that are projected at a time.
-TABLE_ROWS = 8192
 # The environment's choice of a mode, for assistants whose config leaves it open.
 VARIABLE = "LILICORR_SCORING"
 
@@ -56,15 +54,10 @@ class FoldedHead:
 
     The out and in heads are one matrix; of the fusion's three parts the anchor's is computed once a block, not once a
     candidate; the attention bias is looked up once. Made from a head's weights as they are.
-
-    Args:
-        head ([`LiLiCorrHead`]): whose scores.
-        token_table (`torch.Tensor` of shape `[V, H]`): every token projected, see [`token_table`]; `None` to project
-            candidates as they come.
     """
 
-    def __init__(self, head: "LiLiCorrHead", token_table: torch.Tensor | None = None):
-        self.head, self.token_table = head, token_table
+    def __init__(self, head: "LiLiCorrHead"):
+        self.head = head
         width = head.out_head.in_features
         node, anchor, product = head.factor_input_proj.weight.split(width, dim=1)
         self.node_weight, self.anchor_weight = torch.cat([node, product], dim=1), anchor.contiguous()
@@ -79,11 +72,9 @@ class FoldedHead:
         pass_hidden: torch.Tensor,
         anchor_hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`LiLiCorrHead.forward`], for whole blocks: `S` and `K` are the configured ones. With a table,
-        `token_embeds` are rows of it, see [`FoldedHead.look_up`]."""
+        """As [`LiLiCorrHead.forward`], for whole blocks: `S` and `K` are the configured ones."""
         head = self.head
-        tokens = head.token_proj(token_embeds) if self.token_table is None else token_embeds
-        nodes = head.node_inputs(tokens, log_probs, pass_hidden)
+        nodes = head.node_inputs(token_embeds, log_probs, pass_hidden)
         shape = nodes.shape
         nodes = nodes.flatten(1, 2)
         for layer in head.layers:
@@ -97,17 +88,6 @@ class FoldedHead:
         return lattice_scores(
             head.anchor_out_head(anchor), out, into, scale=head.config.logit_scale, eps=head.config.vector_eps
         )
-
-    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Projected tokens `[*, H]` of ids `[*]`."""
-        return F.embedding(token_ids.to(self.token_table.device), self.token_table)  # type: ignore[union-attr]
-
-
-def token_table(head: "LiLiCorrHead", tables: "TargetTables") -> torch.Tensor:
-    """The head's projection of every token of the vocabulary, `[V, H]`."""
-    weight = head.out_head.weight
-    ids = torch.arange(head.config.vocab_size, device=tables.embedding.weight.device)
-    return torch.cat([head.token_proj(tables.embed(part).to(weight)) for part in ids.split(TABLE_ROWS)])
 
 
 def can_be_folded(head: "LiLiCorrHead") -> bool:
@@ -179,20 +159,15 @@ class ScoringPass:
             return Lattice(*self.eager(head, tables)(*inputs))
 
     def eager(self, head: "LiLiCorrHead", tables: "TargetTables") -> functools.partial[Tensors]:
-        scores, embed = head, tables.embed
-        if can_be_folded(head):
-            scores = self.fold(head, tables)
-            embed = tables.embed if scores.token_table is None else scores.look_up
-        return functools.partial(score_blocks, scores, head.config.candidate_topk, embed)
+        scores = self.fold(head) if can_be_folded(head) else head
+        return functools.partial(score_blocks, scores, head.config.candidate_topk, tables.embed)
 
-    def fold(self, head: "LiLiCorrHead", tables: "TargetTables") -> FoldedHead:
-        """The [`FoldedHead`] of the present weights, made anew when one of them has changed or moved."""
-        tabled = head.config.token_table and not is_watched(tables.embedding)
-        weights = [*head.parameters(), *(tables.embedding.parameters() if tabled else ())]
-        state = head.config.candidate_topk, tabled, *((p.data_ptr(), p._version) for p in weights)
+    def fold(self, head: "LiLiCorrHead") -> FoldedHead:
+        """The [`FoldedHead`] of the head's present weights, made anew when one of them has changed or moved."""
+        state = head.config.candidate_topk, *((p.data_ptr(), p._version) for p in head.parameters())
         kept = self.folded
         if kept is None or kept[0] != state:
-            kept = self.folded = state, FoldedHead(head, token_table(head, tables) if tabled else None)
+            kept = self.folded = state, FoldedHead(head)
         return kept[1]
 
     def prepared(

@@ -47,7 +47,6 @@ SERVING_FIELDS = (
     "logit_scale",
     "sampled_walk",
     "scoring",
-    "token_table",
     "tree_budget",
     "tree_weight",
 )

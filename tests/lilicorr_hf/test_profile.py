@@ -40,8 +40,7 @@ def test_parts_add_up_and_are_filed_and_drawn(tmp_path, quick_compiler):
     assert all(part["milliseconds"] > 0 for part in report["parts"])
     assert report["context"] == 20 and report["provenance"]["target"] == "tiny, random"
     names = [choice["name"] for choice in report["choices"]]
-    tabled = ["LiLiCorr (table), eager", "LiLiCorr (table), compile"]
-    assert names == ["LiLiCorr, eager", "LiLiCorr, compile", "DFlash", "Domino", "DSpark", "DFlash2", *tabled]
+    assert names == ["LiLiCorr, eager", "LiLiCorr, compile", "DFlash", "Domino", "DSpark", "DFlash2"]
     drafts = [draft["name"] for draft in report["drafts"]]
     assert drafts == ["whole draft, eager", "whole draft, compile"]
     assert all(choice["milliseconds"] > 0 for choice in report["choices"] + report["drafts"])

@@ -133,7 +133,7 @@ def test_short_vectors_are_divided_by_eps(small_case):
 def test_intermediates(small_case):
     c = small_case
     with torch.no_grad():
-        nodes = c.head.node_inputs(c.head.token_proj(c.embeds), c.log_probs, c.pass_hidden)
+        nodes = c.head.node_inputs(c.embeds, c.log_probs, c.pass_hidden)
         attended = c.head.attended_nodes(c.embeds, c.log_probs, c.pass_hidden)
         anchor = c.head.anchor_state(c.anchor_hidden, c.anchor_valid)
         fused = c.head.fuse(attended, anchor)

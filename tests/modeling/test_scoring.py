@@ -61,27 +61,6 @@ def test_the_folded_head_gives_the_trained_heads_scores(model, tables, rows):
 
 
 @torch.no_grad()
-def test_a_table_of_projected_tokens_gives_the_same_scores(model, monkeypatch):
-    monkeypatch.setattr(scoring_lilicorr, "TABLE_ROWS", 10)
-    tables = TargetTables(tiny_target("llama").float())
-    model.config.token_table = True
-    inputs = random_inputs(model, 2)
-    for mode in ("eager", "compile"):
-        assert_same(model.scoring(model.lilicorr, tables, inputs, mode), slow(model, tables, inputs))
-    assert model.scoring.folded[1].token_table.shape == (model.config.vocab_size, model.config.head_hidden_size)
-    kept = model.scoring.folded
-    tables.embedding.weight.neg_()
-    assert_same(model.scoring(model.lilicorr, tables, inputs), slow(model, tables, inputs))
-    assert model.scoring.folded is not kept
-    # Whoever watches the embedding is asked for every token.
-    asked: list[torch.Tensor] = []
-    hook = tables.embedding.register_forward_hook(lambda *args: asked.append(args[-1]))
-    assert_same(model.scoring(model.lilicorr, tables, inputs), slow(model, tables, inputs))
-    assert len(asked) == 2
-    hook.remove()
-
-
-@torch.no_grad()
 def test_a_changed_head_is_folded_again(model, tables):
     inputs = random_inputs(model)
     model.scoring(model.lilicorr, tables, inputs)
