@@ -107,7 +107,7 @@ class BlockDecoder:
         budget = default_tree_budget(drafter, target, model_kwargs) if asked is None else asked
         self.drafting = RowDrafting(drafter, target, generation_config, logits_processor, budget)
         if self.wants_trees:
-            check_tree_target(target, model_kwargs)
+            check_tree_target(drafter, target, model_kwargs)
         self.packed = packed_linears(target, drafter.packed_weights)
         self.returned = Returned(generation_config)
         self.by_row = len(input_ids) > 1 and self.rows_are_independent(logits_processor, stopping_criteria)
@@ -157,14 +157,18 @@ class BlockDecoder:
         Returns:
             what `generate` returns: ids `[b, n]`, or a `GenerateDecoderOnlyOutput`.
         """
-        self.prefill()
-        device = self.all_lanes[0].ids.device
-        with self.target._optimize_model_for_decode():
-            while self.target._has_unfinished_sequences(not self.lanes, self.synced_gpus, device=device):
-                if self.lanes:
-                    self.decode_block()
-                else:
-                    self.keep_others_company()
+        try:
+            self.prefill()
+            device = self.all_lanes[0].ids.device
+            with self.target._optimize_model_for_decode():
+                while self.target._has_unfinished_sequences(not self.lanes, self.synced_gpus, device=device):
+                    if self.lanes:
+                        self.decode_block()
+                    else:
+                        self.keep_others_company()
+        finally:
+            # It may be the caller's, also after an exception in a callback.
+            stop_recording_past(self.cache)
         if self.streamer is not None:
             self.streamer.end()
         return self.result()
@@ -366,7 +370,6 @@ class BlockDecoder:
         self.target(input_ids=ids, use_cache=False)
 
     def result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        stop_recording_past(self.cache)
         longest = max(lane.length for lane in self.all_lanes)
         ids = torch.cat([lane.padded(longest) for lane in self.all_lanes])
         return self.returned.output(ids, self.cache) if self.config.return_dict_in_generate else ids

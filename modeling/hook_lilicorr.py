@@ -200,7 +200,7 @@ def install_hook() -> None:
 def install_hook_or_refuse() -> None:
     """What importing does: where [`install_hook`] raises, `generate(assistant_model=...)` will, for block drafters.
 
-    The import itself has to succeed: `custom_generate` needs no hook.
+    The import itself succeeds then, as `custom_generate` needs no hook; a transformers that is too old ends it.
     """
     try:
         install_hook()

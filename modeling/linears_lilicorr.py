@@ -9,6 +9,7 @@ Shapes: `in` and `out` widths of a layer.
 """
 
 import functools
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ LARGEST_MODEL = 2 << 30
 # Below this many weights, and for fewer rows, there is nothing to gain.
 SMALLEST_WEIGHT = 1 << 16
 FEWEST_ROWS = 2
+# Words of eight bytes whose sum is compared: less than a head of attention has, should heads change places.
+PIECE = 16
 # What the layout is chosen for; products of more rows or fewer are no slower by it.
 TYPICAL_ROWS = 64
 
@@ -73,14 +76,15 @@ class PackedWeights:
         """The copy of `weight`, made anew if the weight is not what it was.
 
         Merging an adapter by `weight.data += ...` leaves no other trace than the numbers themselves, and a stale copy
-        would change the text. So they are compared, by sums over each row's bits that cost as much as reading them.
+        would change the text. So they are compared, by sums over pieces of rows that cost as much as reading them.
         """
-        sums = weight.detach().view(torch.int64).sum(dim=1)
+        words, place = weight.detach().view(torch.int64), (weight.data_ptr(), weight._version)
+        sums = words.unflatten(1, (-1, math.gcd(words.shape[1], PIECE))).sum(dim=-1)
         kept = self.copies.get(weight)
-        if kept is None or not torch.equal(kept[0], sums):
-            kept = sums, packed_copy(weight.detach())
+        if kept is None or kept[0] != place or not torch.equal(kept[1], sums):
+            kept = place, sums, packed_copy(weight.detach())
             self.copies[weight] = kept
-        return kept[1]
+        return kept[2]
 
 
 class PackedLinears(TorchFunctionMode):

@@ -66,12 +66,12 @@ class DraftProduct:
         return functools.partial(bf16_product, multiply)
 
     def copy(self, weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What `make` makes of `weight`, made once and again after a change in place."""
-        made = self.copies.setdefault(weight, {})
-        version, copy = made.get(make, (None, None))
-        if version != weight._version:
+        """What `make` makes of `weight`, made once and again after a change that leaves a trace."""
+        made, state = self.copies.setdefault(weight, {}), (weight.data_ptr(), weight._version)
+        known, copy = made.get(make, (None, None))
+        if known != state:
             copy = make(weight.detach())
-            made[make] = (weight._version, copy)
+            made[make] = (state, copy)
         return copy
 
 

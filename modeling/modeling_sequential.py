@@ -66,11 +66,5 @@ class SequentialDraftModel(DFlashModel):
         logits = torch.stack(proposal, dim=1) if proposal else None
         return DraftOutput(token_ids=drafted, proposal_logits=logits, finite=finite)
 
-    def choose_tree(self, logits, output, anchor_ids, tables, shape, process=None) -> DraftOutput:
-        raise ValueError(
-            f"{type(self).__name__} drafts chains alone: its head would have to be asked for every node of a tree. "
-            "Set `tree_budget` to 0."
-        )
-
 
 __all__ = ["SequentialDraftModel"]

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 # Blocks to try before a verdict.
 TRIAL = 3
-# Tokens a block earns on average from which on nobody asks what plain decoding would take.
-PLENTY = 2.0
 # Passes without a draft after the first verdict against it, and at most; every verdict in a row doubles them.
 FIRST_REST, LONGEST_REST = 16, 128
 # What a block counts for in running sums when the next one is added.
@@ -32,9 +30,9 @@ class Pace:
     The course of one call of one sequence.
 
     A draft is cut where another token is expected to earn less than its rows cost at the rate of plain decoding.
-    Drafting pauses when blocks earn less than that, beyond what chance explains, and is tried again after a rest.
-    That rate is measured, by a pass without a draft, once blocks earn little. What a drafter expects is corrected by
-    what the target accepts.
+    That rate is measured by a pass without a draft, after a few blocks. Drafting pauses when blocks earn less than
+    that, beyond what chance explains, and is tried again after a rest. What a drafter expects is corrected by what the
+    target accepts.
     """
 
     def __init__(self) -> None:
@@ -46,7 +44,7 @@ class Pace:
 
     def wants_draft(self) -> bool:
         """Whether to draft for the next pass."""
-        return self.resting == 0 and (0 in self.pass_seconds or self.blocks < TRIAL or self.mean_tokens >= PLENTY)
+        return self.resting == 0 and (0 in self.pass_seconds or self.blocks < TRIAL)
 
     def length(self, survival: Sequence[float]) -> int:
         """How many of the drafted tokens to verify.
@@ -72,15 +70,6 @@ class Pace:
                 best, length = worth, drafted
         # A trial of nothing would teach nothing.
         return max(length, min(1, full)) if self.blocks < TRIAL else length
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.tokens / self.effective_blocks
-
-    @property
-    def effective_blocks(self) -> float:
-        """What all blocks since the last verdict against them count for in running sums."""
-        return (1 - DECAY**self.blocks) / (1 - DECAY)
 
     @property
     def plain_seconds(self) -> float:
@@ -124,8 +113,8 @@ class Pace:
     def judge(self) -> None:
         # Tokens that plain decoding writes in that time, and by how much blocks that earn as many miss them by chance,
         # sums of geometric numbers. Whoever was given up before has to show that it pays.
-        needed = self.seconds / self.plain_seconds
-        error = math.sqrt(max(needed * (needed / self.effective_blocks - 1), 0.0))
+        needed, blocks = self.seconds / self.plain_seconds, (1 - DECAY**self.blocks) / (1 - DECAY)
+        error = math.sqrt(max(needed * (needed / blocks - 1), 0.0))
         doubt = DOUBT if self.rest == FIRST_REST else 0.0
         if self.tokens < needed - doubt * error:
             self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)

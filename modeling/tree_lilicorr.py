@@ -139,7 +139,8 @@ def conditional_log_probs(lattice: Lattice, log_probs: torch.Tensor, weight: flo
     drafter, known = lattice.log_probs[:, :slots, None], log_probs[:, :, None, :k]
     # What processors did to a candidate they do to its score; what they did to all of a slot, the softmax forgets.
     mixed = (1 - weight) * scores + weight * drafter + (known - drafter)
-    shares = mixed.log_softmax(dim=-1).clamp(max=0) + known.logsumexp(dim=-1, keepdim=True)
+    # Rounding can lift a sum of probabilities above 1, and a child before its parent.
+    shares = (mixed.log_softmax(dim=-1) + known.logsumexp(dim=-1, keepdim=True)).clamp(max=0)
     result = given_anything(log_probs).clone()
     # No number where all are forbidden.
     result[:, :, :k, :k] = shares.masked_fill(shares.isnan(), -torch.inf)

@@ -73,13 +73,20 @@ def default_tree_budget(drafter: "DFlashModel", target: "PreTrainedModel", model
     return config.num_slots if possible and why_no_tree(target, model_kwargs) is None else 0
 
 
-def check_tree_target(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError`, before any compute, for a target or a cache that cannot verify a tree.
+def check_tree_target(drafter: "DFlashModel", target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError`, before any compute, for a drafter that drafts no trees, and for a target or a cache that
+    cannot verify one.
 
     Args:
+        drafter ([`DFlashModel`]).
         target (`PreTrainedModel`): its attention has to take a mask and positions from outside.
         model_kwargs (`dict`): its forward arguments, its cache among them.
     """
+    if not drafter.drafts_trees:
+        raise ValueError(
+            f"{type(drafter).__name__} drafts chains alone: its head would have to be asked for every node of a tree. "
+            "Set `tree_budget` to 0."
+        )
     if (reason := why_no_tree(target, model_kwargs)) is not None:
         raise ValueError(
             f"{type(target).__name__} {target.name_or_path!r} cannot verify trees here: {reason}. `tree_budget=0` "
@@ -97,6 +104,8 @@ def why_no_tree(target: "PreTrainedModel", model_kwargs: dict[str, Any]) -> str 
         return "it does not take a number for the position of a token"
     if not layer_windows(config).keys() <= LAYER_TYPES or hasattr(target, "create_masks_for_generate"):
         return f"it prepares masks of its own for layers of {sorted(layer_windows(config))}"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "its local attention counts positions by where they lie in the cache"
     if cache.offloading or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         return f"tokens cannot be moved in its cache of {found}; use the default, `cache_implementation='dynamic'`"

@@ -237,6 +237,7 @@ def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(windowed, at)
             PROMPT, **{CACHE: cache}, assistant_model=assistant, stopping_criteria=[Interrupt(at)], **GREEDY
         )
     assert cache.get_seq_length() == at - 1
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
     text = assistant.answer[:, :at]
     output = windowed.generate(text, **{CACHE: cache}, assistant_model=assistant, **GREEDY)
     assert output.tolist() == assistant.answer[:, : at + 17].tolist()

@@ -21,6 +21,7 @@ from transformers import (
     BloomConfig,
     DynamicCache,
     GPT2Config,
+    GPTNeoConfig,
     Llama4TextConfig,
     LlamaForCausalLM,
 )
@@ -290,6 +291,18 @@ class PrefixTuned(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=mask, **kwargs)
 
 
+def test_a_window_that_counts_columns_of_the_cache_gets_chains():
+    """GPT-Neo's: siblings of a tree would see less of the text the later they lie."""
+    types = [[["global", "local"], 2]]
+    fields = {"num_layers": 4, "num_heads": 4, "attention_types": types, "window_size": 8, "eos_token_id": None}
+    config = GPTNeoConfig(vocab_size=64, hidden_size=32, initializer_range=0.5, **fields)
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).double().eval()
+    with lilicorr_hf.record(lattice=True) as recording:
+        plain, assisted = both(target, tiny_assistant(0, tree_budget=None), max_new_tokens=40)
+    assert assisted.tolist() == plain.tolist() and all(block.parents is None for block in recording.blocks)
+
+
 def test_tokens_that_only_the_target_knows_of_are_in_no_tree():
     target = PrefixTuned(target_of("llama").config).double().eval()
     target.load_state_dict(target_of("llama").state_dict())
@@ -339,6 +352,17 @@ def test_targets_and_caches_that_cannot_verify_a_tree_are_refused(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(target_of("llama").config, "_attn_implementation_internal", "flash_attention_2")
         assert "'flash_attention_2'" in refusal(target_of("llama")) and "sdpa" in refusal(target_of("llama"))
+    neo = GPTNeoConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=8,
+    )
+    assert "local attention" in refusal(AutoModelForCausalLM.from_config(neo))
+    domino = tiny_assistant(0, DominoModel, tree_budget=8, gru_hidden_dim=8, emb_dim=8)
+    assert "Set `tree_budget` to 0" in refusal(target_of("llama"), assistant=domino)
     bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4)
     assert "position" in refusal(AutoModelForCausalLM.from_config(bloom))
     chunked = Llama4TextConfig(

@@ -74,7 +74,9 @@ def test_others_are_called_as_they_are(packed_products):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", ["in place", "behind autograd's back", "replaced", "one bit", "rows swapped"])
+@pytest.mark.parametrize(
+    "change", ["in place", "behind autograd's back", "replaced", "one bit", "rows swapped", "heads"]
+)
 def test_changed_weights_are_packed_again(change, dtype):
     layer, x, packed = nn.Linear(24, 40, dtype=dtype), torch.randn(4, 24, dtype=dtype), PackedWeights()
     before = packed.of(layer.weight)
@@ -87,6 +89,9 @@ def test_changed_weights_are_packed_again(change, dtype):
         layer.weight.data[7, 5] = layer.weight.data[7, 5].nextafter(torch.ones((), dtype=dtype))
     elif change == "rows swapped":
         layer.weight.data[[3, 4]] = layer.weight.data[[4, 3]]
+    elif change == "heads":
+        # What each row sums up to stays as it is.
+        layer.weight.data.copy_(layer.weight.data.roll(8, dims=1))
     else:
         # As peft merges an adapter.
         layer.weight.data += 0.01 * torch.randn(40, 1, dtype=dtype) @ torch.randn(1, 24, dtype=dtype)

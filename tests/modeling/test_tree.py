@@ -152,6 +152,23 @@ def test_a_tree_of_the_head_holds_its_walk_first_where_it_is_sure():
     assert first == (lattice.candidate_ids[0, 0, lattice.start_scores.argmax()].item(),)
 
 
+def test_no_child_comes_before_its_parent_where_head_and_drafter_are_sure():
+    """A sum of probabilities is rounded, and may come out above 1."""
+    torch.manual_seed(0)
+    for scale in (15.0, 45.0):
+        logits = torch.randn(64, 7, 500)
+        logits[..., 3] += scale
+        ids, log_probs = candidate_pool(logits, 4)
+        scores = logits.gather(-1, ids) + 8 * (ids == 3)
+        pair = scores[:, 1:, None].expand(-1, -1, 4, -1)
+        lattice = Lattice(ids, log_probs, scores[:, 0], pair)
+        assert conditional_log_probs(lattice, log_probs, 0.7).max() <= 0
+        for nodes in (4, 7):
+            tree = lattice_tree(lattice, None if nodes == 4 else logits, nodes, 0.7)
+            assert (tree.parents < torch.arange(tree.parents.shape[1])).all() and (tree.parents >= -1).all()
+            assert (tree.token_ids == 3).sum(dim=-1).min() == nodes
+
+
 def forbid(tokens: list[int]):
     def process(drafted, logits):
         logits[:, tokens] = -torch.inf
