@@ -156,17 +156,16 @@ def test_no_child_comes_before_its_parent_where_head_and_drafter_are_sure():
     """A sum of probabilities is rounded, and may come out above 1."""
     torch.manual_seed(0)
     for scale in (15.0, 45.0):
-        logits = torch.randn(64, 7, 500)
-        logits[..., 3] += scale
-        ids, log_probs = candidate_pool(logits, 4)
+        # A few rivals, and others too unlikely to count.
+        logits = torch.cat([torch.rand(64, 7, 6) + scale - 14, torch.full((64, 7, 20), -20.0)], dim=-1)
+        logits[..., 3] = scale
+        ids, log_probs = candidate_pool(logits, 7)
         scores = logits.gather(-1, ids) + 8 * (ids == 3)
-        pair = scores[:, 1:, None].expand(-1, -1, 4, -1)
-        lattice = Lattice(ids, log_probs, scores[:, 0], pair)
+        lattice = Lattice(ids, log_probs, scores[:, 0], scores[:, 1:, None].expand(-1, -1, 7, -1))
         assert conditional_log_probs(lattice, log_probs, 0.7).max() <= 0
         for nodes in (4, 7):
-            tree = lattice_tree(lattice, None if nodes == 4 else logits, nodes, 0.7)
-            assert (tree.parents < torch.arange(tree.parents.shape[1])).all() and (tree.parents >= -1).all()
-            assert (tree.token_ids == 3).sum(dim=-1).min() == nodes
+            tree = lattice_tree(lattice, None, nodes, 0.7)
+            assert (tree.parents < torch.arange(nodes)).all() and (tree.token_ids == 3).all()
 
 
 def forbid(tokens: list[int]):
