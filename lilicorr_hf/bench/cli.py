@@ -185,7 +185,8 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is measured, which a run that goes on must share, and the provenance of this session."""
     weights = sorted(Path(resolve_assistant(args.assistant)).glob("*.safetensors"))
-    subject = {
+    others = {system.label: fingerprint(*files) for system in systems if (files := system.weights())}
+    subject: dict[str, Any] = {
         "target": without_folders(args.target),
         "assistant": without_folders(args.assistant),
         "weights": fingerprint(*weights) if weights else None,
@@ -195,6 +196,8 @@ def describe(
         "full_length": options.full_length,
         "hardware": hardware(model.device),
     }
+    if others:
+        subject["other_weights"] = others
     session = {
         "command": shlex.join(["lilicorr", "bench", *map(without_folders, argv)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .statistics import GROUP, Row, grouped, interval, resampled, speedup, with_tiers
+from .statistics import GROUP, Row, by_prompt, grouped, interval, prompt_of, resampled, speedup, with_tiers
 from .systems import PLAIN
 from .tables import Table
 
@@ -52,26 +52,31 @@ def has(row: Row, system: str) -> bool:
 def line(key: tuple, system: str, rows: list[Row]) -> list[str]:
     names = [f"{value:g}" if isinstance(value, float) else "all" if value is None else str(value) for value in key]
     runs = [[row["systems"][system] for row in part] for part in (rows, [row["other"] for row in rows])]
-    counts = [np.array([[run["accepted"], run["blocks"]] for run in part]) for part in runs]
-    speeds = [np.array([speedup(row, system) for row in part]) for part in (rows, [row["other"] for row in rows])]
+    prompts = [prompt_of(row) for row in rows]
+    counts = [
+        np.stack([by_prompt([run[x] for run in part], prompts) for x in ("accepted", "blocks")]) for part in runs
+    ]
+    speeds = [
+        by_prompt([speedup(row, system) for row in part], prompts) for part in (rows, [r["other"] for r in rows])
+    ]
     return [*names, system, str(len(rows)), *change(counts, tau, ".3f"), *change(speeds, median, ".2f")]
 
 
 def tau(counts: np.ndarray) -> np.ndarray:
-    """Of accepted tokens and blocks `[*, n, 2]` of prompts."""
-    accepted, blocks = counts[..., 0].sum(axis=-1), counts[..., 1].sum(axis=-1)
+    """Of accepted tokens and blocks `[2, *, prompts, answers]`."""
+    accepted, blocks = np.nansum(counts, axis=(-2, -1))
     return 1 + accepted / np.maximum(blocks, 1)
 
 
 def median(values: np.ndarray) -> np.ndarray:
-    return np.median(values, axis=-1)
+    return np.nanmedian(values, axis=(-2, -1))
 
 
 def change(parts: list[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray], form: str) -> list[str]:
     """Both values and the relative change; the same prompts are drawn for both."""
-    index = resampled(len(parts[0]))
+    index = resampled(parts[0].shape[-2])
     a, b = (statistic(part) for part in parts)
-    samples = [statistic(part[index]) for part in parts]
+    samples = [statistic(part[..., index, :]) for part in parts]
     low, high = interval(samples[1] / samples[0] - 1)
     mark = "" if low <= 0 <= high else " *"
     return [format(a, form), format(b, form), f"{b / a - 1:+.1%} ({low:+.1%} to {high:+.1%}){mark}"]

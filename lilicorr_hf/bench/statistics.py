@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,23 +30,51 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """Median and its confidence interval, by resampling prompts."""
-    samples = np.median(np.asarray(values)[resampled(len(values))], axis=1)
+def by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> np.ndarray:
+    """Values in one row for each prompt, `[prompts, most]`, filled up with NaN.
+
+    What one prompt gave with several seeds, or in several turns, is alike, so prompts are resampled and not values.
+    """
+    rows: dict[Hashable, list[float]] = defaultdict(list)
+    for prompt, value in zip(prompts, values, strict=True):
+        rows[prompt].append(value)
+    most = max(map(len, rows.values()))
+    return np.array([row + [np.nan] * (most - len(row)) for row in rows.values()])
+
+
+def median_interval(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[float, float, float]:
+    """Median and its confidence interval; `prompts` says which prompt each value is of."""
+    table = by_prompt(values, prompts)
+    samples = np.nanmedian(table[resampled(len(table))], axis=(1, 2))
     return (statistics.median(values), *interval(samples))
 
 
-def tau_interval(accepted: list[int], blocks: list[int]) -> tuple[float, float, float]:
-    """Block-weighted acceptance length of prompts, bonus token included, and its confidence interval.
+def tau_interval(
+    accepted: Sequence[int], blocks: Sequence[int], prompts: Sequence[Hashable]
+) -> tuple[float, float, float]:
+    """Block-weighted acceptance length, bonus token included, and its confidence interval.
 
     Args:
-        accepted, blocks (`list[int]`): of each prompt. A prompt's blocks are alike, so prompts are resampled.
+        accepted, blocks (sequence of `int`): of answers.
+        prompts (sequence): which prompt each answer is to.
     """
     if not sum(blocks):
         return (float("nan"),) * 3
-    kept, count, index = np.asarray(accepted), np.asarray(blocks), resampled(len(blocks))
+    kept, count = (np.nansum(by_prompt(values, prompts), axis=1) for values in (accepted, blocks))
+    index = resampled(len(count))
     samples = 1 + kept[index].sum(axis=1) / np.maximum(count[index].sum(axis=1), 1)
     return (1 + sum(accepted) / sum(blocks), *interval(samples))
+
+
+def prompt_of(row: Row) -> tuple[str, ...]:
+    """The prompt of a row, or the prompts of a batch; the same for all seeds and turns."""
+    return (row["dataset"], *row["ids"])
+
+
+def prompts_of(row: Row, system: str) -> list[tuple[str, ...]]:
+    """The prompt of each of [`counts_of`]."""
+    told_apart = len(counts_of(row["systems"][system])) == len(row["ids"])
+    return [(row["dataset"], name) for name in row["ids"]] if told_apart else [prompt_of(row)]
 
 
 def rate(row: Row, system: str) -> float:
@@ -104,7 +132,7 @@ def overall(rows: list[Row]) -> list[Summary]:
         systems = [name for name in systems_of(group) if name != PLAIN]
         for name in systems:
             leads = [rate(row, systems[0]) / rate(row, name) for row in group]
-            lead, low, high = median_interval(leads)
+            lead, low, high = median_interval(leads, [prompt_of(row) for row in group])
             pairs: Summary = {"items": len(group), "not_slower": sum(speedup(row, name) >= 1 for row in group)}
             pairs |= {"lead": lead, "lead_low": low, "lead_high": high}
             found.append(summary(dict(zip(GROUP[1:], key, strict=True)), None, group, name) | pairs)
@@ -123,9 +151,10 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
     `tau_std` and `speedup_std` are over seeds.
     """
     runs = [row["systems"][system] for row in rows]
-    prompts = [counts for run in runs for counts in counts_of(run)]
-    tau, tau_low, tau_high = tau_interval([kept for kept, _ in prompts], [blocks for _, blocks in prompts])
-    median, low, high = median_interval([speedup(row, system) for row in rows])
+    answers = [counts for run in runs for counts in counts_of(run)]
+    accepted, blocks = zip(*answers, strict=True)
+    tau, tau_low, tau_high = tau_interval(accepted, blocks, [name for row in rows for name in prompts_of(row, system)])
+    median, low, high = median_interval([speedup(row, system) for row in rows], [prompt_of(row) for row in rows])
     result = names | {
         "category": category,
         "system": system,
@@ -133,7 +162,7 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
         "tau": tau,
         "tau_low": tau_low,
         "tau_high": tau_high,
-        "tau_mean": mean([1 + kept / blocks for kept, blocks in prompts if blocks]),
+        "tau_mean": mean([1 + kept / count for kept, count in answers if count]),
         "tokens_per_second": statistics.median(rate(row, system) for row in rows),
         "speedup": median,
         "speedup_low": low,
@@ -145,7 +174,7 @@ def summary(names: dict[str, Any], category: str | None, rows: list[Row], system
 
 
 def counts_of(run: dict[str, Any]) -> list[tuple[int, int]]:
-    """Accepted tokens and blocks of each prompt, of which a batch has several, as far as they were told apart."""
+    """Accepted tokens and blocks of each answer, of which a batch has several, as far as they were told apart."""
     return run.get("by_sequence") or [(run["accepted"], run["blocks"])]
 
 

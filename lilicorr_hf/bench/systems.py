@@ -85,10 +85,15 @@ class System:
 
     @property
     def label(self) -> str:
-        """The spec without folders of this machine; any other checkpoint goes by its own name."""
-        options = {k: Path(v).name if k == "path" else v for k, v in self.options.items()}
-        name = options.pop("path") if self.name == CHECKPOINT else self.name
-        return ":".join([name, *([",".join(f"{k}={v}" for k, v in options.items())] if options else [])])
+        """The spec without folders of this machine; another checkpoint by its name alone, `checkpoint:NAME`."""
+        options = [f"{k}={Path(v).name if k == 'path' else v}" for k, v in self.options.items()]
+        if self.name == CHECKPOINT:
+            options = [option.removeprefix("path=") for option in options]
+        return ":".join([self.name, *([",".join(options)] if options else [])])
+
+    def weights(self) -> list[Path]:
+        """Files of the checkpoint in a folder that it names, if it names one."""
+        return sorted(Path(self.options["path"]).glob("*.safetensors")) if "path" in self.options else []
 
     @property
     def batches(self) -> bool:

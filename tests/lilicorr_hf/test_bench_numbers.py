@@ -1,5 +1,6 @@
 """From rows of results to tables: numbers worked out by hand."""
 
+import copy
 import json
 
 import numpy as np
@@ -49,19 +50,42 @@ def test_prompts_of_a_batch_are_prompts():
     """One batch of two prompts and one of one: tau and its interval are those of three prompts."""
     batch = run(5, accepted=8, blocks=10, by_sequence=[(6, 2), (2, 8)], identical=2)
     rows = [row("d/1+2", batch=2, lilicorr=batch), row("d/3", batch=2, lilicorr=run(5, accepted=3, blocks=3))]
+    rows[0]["ids"] = ["d/1", "d/2"]
     ours = summarise(rows)[1]
     assert ours["tau"] == 1 + 11 / 13 and ours["tau_mean"] == pytest.approx((4 + 1.25 + 2) / 3)
-    assert (ours["tau"], ours["tau_low"], ours["tau_high"]) == tau_interval([6, 2, 3], [2, 8, 3])
+    assert (ours["tau"], ours["tau_low"], ours["tau_high"]) == tau_interval([6, 2, 3], [2, 8, 3], "abc")
 
 
 def test_intervals():
-    assert median_interval([1.5] * 8) == (1.5, 1.5, 1.5)
-    assert tau_interval([4] * 5, [2] * 5) == (3, 3, 3)
-    assert np.isnan(tau_interval([0], [0])).all()
+    assert median_interval([1.5] * 8, range(8)) == (1.5, 1.5, 1.5)
+    assert tau_interval([4] * 5, [2] * 5, range(5)) == (3, 3, 3)
+    assert np.isnan(tau_interval([0], [0], "a")).all()
     values = list(np.random.default_rng(1).normal(2, 0.5, 200))
-    middle, low, high = median_interval(values)
+    middle, low, high = median_interval(values, range(len(values)))
     # The standard error of a median of normal values is 1.25 sigma / sqrt(n); 95% are about two of them either way.
     assert low < middle < high and 2.5 < (high - low) / (1.25 * 0.5 / 200**0.5) < 5
+
+
+def test_answers_to_one_prompt_are_drawn_together():
+    """Other seeds and turns tell nothing of other prompts: the interval is that of the prompts."""
+    seeds = [row(f"d/{i}", temperature=1.0, seed=seed, lilicorr=run(5 + i)) for seed in (1, 2, 3) for i in range(6)]
+    turns = [row(f"d/{i}", turn=turn, lilicorr=run(5 + i)) for i in range(6) for turn in (0, 1)]
+    once = [row(f"d/{i}", lilicorr=run(5 + i)) for i in range(6)]
+    bounds = [
+        [summary[name] for name in ("speedup", "speedup_low", "speedup_high")]
+        for rows in (seeds, turns, once)
+        for summary in summarise(rows)[1:]
+    ]
+    assert bounds[0] == bounds[1] == bounds[2]
+    values, blocks, prompts = [3, 1, 4, 1, 5, 9], [2, 2, 3, 1, 2, 4], [*range(6)]
+    thrice = tau_interval(values * 3, blocks * 3, prompts * 3)
+    assert thrice == pytest.approx(tau_interval(values, blocks, prompts))
+    faster = [[copy.deepcopy(row) for row in rows] for rows in (turns, once)]
+    for rows in faster:
+        for one in rows:
+            one["systems"]["lilicorr"]["seconds"] -= 1 + int(one["item"][2:]) % 3
+    changes = [compare({"rows": a}, {"rows": b}).lines[0][-1] for a, b in zip((turns, once), faster, strict=True)]
+    assert changes[0] == changes[1] != ""
 
 
 def test_stages_pool_and_seeds():

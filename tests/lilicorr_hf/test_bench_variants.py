@@ -76,7 +76,9 @@ def test_checkpoint_and_small_assistant_by_path(target, folder, tmp_path):
         arguments = parse_system(spec).build(setting)
         assert decode(target, do_sample=False, **arguments)[0].equal(decode(target, do_sample=False)[0])
     assert parse_system(f"dflash:path={folder}").label == f"dflash:path={folder.name}"
-    assert parse_system(f"checkpoint:path={folder},tree_budget=9").label == f"{folder.name}:tree_budget=9"
+    assert parse_system(f"dflash:path={folder}").weights() == [folder / "model.safetensors"]
+    assert parse_system("lilicorr:k=4").weights() == parse_system("assistant:path=some/model").weights() == []
+    assert parse_system(f"checkpoint:path={folder},tree_budget=9").label == f"checkpoint:{folder.name},tree_budget=9"
     with pytest.raises(ValueError, match="both be called"):
         parse_systems([f"dflash:path={folder}", f"dflash:path=elsewhere/{folder.name}"])
 

@@ -63,7 +63,7 @@ def test_study_trains_in_turns_goes_on_and_measures(study_file, tmp_path):
     runs = tmp_path / "runs" / "two"
     assert [steps(runs / name) for name in ("bare", "whole")] == [4, 4]
     assert type(DFlashModel.from_pretrained(runs / "bare")) is DFlashModel
-    assert "| plain | bare | whole |" in page.read_text() and "| bare | 4 |" in page.read_text()
+    assert "| plain | checkpoint:bare | checkpoint:whole |" in page.read_text() and "| bare | 4 |" in page.read_text()
 
     train.main(whole_run(tmp_path))
     ours, straight = (LiLiCorrDraftModel.from_pretrained(folder) for folder in (runs / "whole", tmp_path / "straight"))
