@@ -142,13 +142,25 @@ def training_table(config: LiLiCorrConfig, record: dict[str, Any]) -> dict[str, 
         "learning rate, drafter": f"{rates['drafter']:g}" if "drafter" in rates else "frozen",
     }
     if "head" in parameters:
-        rows |= {
-            "candidates per slot (K)": str(config.candidate_topk),
-            "head": f"{config.head_num_layers} layers, width {config.head_hidden_size}, factors of "
-            f"{config.factor_dim}, {number(parameters['head'])} parameters",
-            "learning rate, head": f"{rates['head']:g}" if "head" in rates else "frozen",
-        }
+        rows |= head_rows(config)
+        rows["head"] += f", {number(parameters['head'])} parameters"
+        rows["learning rate, head"] = f"{rates['head']:g}" if "head" in rates else "frozen"
     return rows
+
+
+def head_rows(config: LiLiCorrConfig) -> dict[str, str]:
+    """Geometry of the head, by its method."""
+    match (config.architectures or [""])[0]:
+        case "DominoModel":
+            return {"head": f"recurrent, state {config.gru_hidden_dim}, correction of rank {config.emb_dim}"}
+        case "DSparkModel":
+            return {"head": f"{config.markov_head_type} Markov, rank {config.markov_rank}"}
+        case "DFlash2Model":
+            head = f"selector of rank {config.selector_rank}"
+        case _:
+            size = f"{config.head_num_layers} layers, width {config.head_hidden_size}"
+            head = f"{size}, factors of {config.factor_dim}"
+    return {"candidates per slot (K)": str(config.candidate_topk), "head": head}
 
 
 def data_lines(data: dict[str, Any]) -> list[str]:

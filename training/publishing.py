@@ -18,6 +18,7 @@ from transformers.utils.hub import hf_api
 
 from lilicorr_hf.doctor import PROBE
 from lilicorr_hf.modeling.modeling_dflash import DRAFTER_PREFIXES, DFlashModel
+from lilicorr_hf.modeling.modeling_sequential import SequentialDraftModel
 from lilicorr_hf.provenance import commit, hardware, versions, without_folders
 
 from .arguments import LiLiCorrTrainingArguments
@@ -139,7 +140,7 @@ class PublishingTrainer(Trainer):
             "command": self.provenance.command,
             "arguments": self.provenance.arguments,
             "data": {"files": self.provenance.files, "examples": len(data)},
-            "loss": loss_in_words(args, counts),
+            "loss": loss_in_words(model, args, counts),
             "learning_rates": learning_rates(args, counts),
             "blocks_per_step": args.train_batch_size * args.gradient_accumulation_steps * processes * args.max_anchors,
             "parameters": counts,
@@ -247,6 +248,13 @@ class PublishingTrainer(Trainer):
                 )
 
 
+# Of methods that have one of their own.
+LOSSES = {
+    "DominoModel": "cross-entropy of the drafter's logits, then more and more of the corrected ones",
+    "DSparkModel": "cross-entropy, distance to the target's distribution, confidence",
+}
+
+
 def parameter_counts(model: nn.Module) -> dict[str, int]:
     """Of the drafter, and of the head if there is one."""
     counts = {"drafter": 0, "head": 0}
@@ -262,9 +270,11 @@ def learning_rates(args: LiLiCorrTrainingArguments, parts: Iterable[str]) -> dic
     return {part: rates[part] for part in parts if trained[part]}
 
 
-def loss_in_words(args: LiLiCorrTrainingArguments, parts: Iterable[str]) -> str:
+def loss_in_words(model: DFlashModel, args: LiLiCorrTrainingArguments, parts: Iterable[str]) -> str:
     """Mode and weights of the objective, as a reader of the paper would call them."""
     objective = args.objective
+    if isinstance(model, SequentialDraftModel):
+        return f"{type(model).__name__.removesuffix('Model')}'s own: {LOSSES[type(model).__name__]}"
     slots = f"decay, beta {objective.beta:g}" if objective.slot_weights == "decay" else objective.slot_weights
     drafter = f"slots weighted by {slots}"
     if "head" not in parts:

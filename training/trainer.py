@@ -370,7 +370,9 @@ def raise_if_not_finite(
 def check_method(model: DFlashModel, args: LiLiCorrTrainingArguments) -> None:
     """Raises `ValueError` for options that the model's draft method would leave unheard."""
     if isinstance(model, SequentialDraftModel):
+        ours = ("cross_entropy", "distractor", "hinge", "margin")
         ignored = [name for name in ("slot_vocabulary", "distillation") if getattr(args, name)]
+        ignored += [name for name in ours if name in args.given]
         if ignored:
             raise ValueError(
                 f"{type(model).__name__} corrects the whole vocabulary and has a loss of its own: {ignored} do not "

@@ -222,6 +222,23 @@ def test_drafter_alone_has_no_head_in_its_card(model, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "method, head, loss",
+    [
+        ("domino", "recurrent, state 1024, correction of rank 256, ", "Domino's own: cross-entropy of the drafter's"),
+        ("dspark", "vanilla Markov, rank 256, ", "DSpark's own: cross-entropy, distance"),
+    ],
+)
+def test_other_heads_are_described_as_what_they_are(model, tokenizer, tmp_path, method, head, loss):
+    config = write_small_run(tmp_path, model, tokenizer, method=method, max_steps=1)
+    train.main(["--config", str(config)])
+    rows = table((tmp_path / "run" / "README.md").read_text())
+    assert rows["head"].startswith(head) and rows["loss"].startswith(loss)
+    assert "candidates per slot (K)" not in rows
+    with pytest.raises(ValueError, match=r"loss of its own: \['distractor'\] do not apply"):
+        train.main(["--config", str(config), "--distractor", "0.5"])
+
+
+@pytest.mark.parametrize(
     "options, words",
     [
         ({"train_drafter": False}, ("head only", "frozen", "0.00015")),
