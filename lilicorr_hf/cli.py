@@ -21,7 +21,18 @@ errors = Console(stderr=True)
 
 Target = Annotated[str, typer.Option(help="A name `fetch-target` knows, a path or a Hub id.")]
 Assistant = Annotated[str, typer.Option(help="A shipped pair's name, a path or a Hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...; auto is an accelerator, if there is one.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+# Subcommands of parts of the package that build on this one.
+PLUGINS = {
+    "card": "Write a trained checkpoint's model card, with measured numbers.",
+    "demo": "Serve the page that draws the lattice.",
+    "plot": "Draw the curves of a training run.",
+    "regenerate": "Write a target's own answers, which its drafter is trained on.",
+    "study": "Train several systems under equal conditions, and measure them.",
+    "trace": "Show how an answer was drafted, block by block.",
+    "train": "Train a drafter and its head for a target.",
+}
 
 
 @app.callback()
@@ -47,6 +58,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the target's chat template.")] = True,
     dtype: Annotated[str, typer.Option(help="Of both models; auto is the target's own.")] = "auto",
+    device: Device = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, plain and assisted take turns.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -55,9 +67,9 @@ def generate(
         from transformers import TextStreamer
 
         from .measure import encode, first_divergence, run_generate
-        from .pairs import load_assistant, load_target
+        from .pairs import load_assistant, load_target, named_device
 
-        model, tokenizer = load_target(target, dtype=dtype)
+        model, tokenizer = load_target(target, dtype=dtype, device_map=named_device(device))
         draft_model = load_assistant(assistant, model)
         inputs = encode(tokenizer, prompt, chat).to(model.device)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -129,6 +141,7 @@ def doctor(
     target: Annotated[str, typer.Argument(help="A name `fetch-target` knows, a path or a Hub id.")] = "smollm2-135m",
     assistant: Annotated[str, typer.Argument(help="A shipped pair's name, a path or a Hub id.")] = "smollm2-135m",
     max_new_tokens: MaxNewTokens = 64,
+    device: Device = "auto",
 ) -> None:
     """Look for what makes drafts bad without an error: layers, rotations, templates, weights, caches.
 
@@ -136,10 +149,10 @@ def doctor(
     """
     with complaints():
         from .doctor import PROMPTS, examine, read_answers
-        from .pairs import assistant_class, load_target, resolve_assistant
+        from .pairs import assistant_class, load_target, named_device, resolve_assistant
 
         folder = resolve_assistant(assistant)
-        model, tokenizer = load_target(target)
+        model, tokenizer = load_target(target, device_map=named_device(device))
         draft_model = assistant_class(folder).from_pretrained(folder, dtype=model.dtype, device_map=model.device)
         answers = read_answers(model, tokenizer, PROMPTS, max_new_tokens)
         faults = 0
@@ -198,16 +211,17 @@ def fit_tree(
     tree_budget: Annotated[int, typer.Option(min=1, help="Tokens of a tree.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from each file.")] = None,
     max_new_tokens: MaxNewTokens = 128,
+    device: Device = "auto",
 ) -> None:
     """Find the `tree_weight` of an assistant: how much its trees should trust the drafter beside the head."""
     with complaints():
         from .bench.prompts import read_prompts
         from .doctor import read_answers
         from .modeling.modeling_lilicorr import LiLiCorrDraftModel
-        from .pairs import load_target, resolve_assistant
+        from .pairs import load_target, named_device, resolve_assistant
         from .trees import tau_by_weight
 
-        model, tokenizer = load_target(target)
+        model, tokenizer = load_target(target, device_map=named_device(device))
         draft_model = LiLiCorrDraftModel.from_pretrained(
             resolve_assistant(assistant), dtype=model.dtype, device_map=model.device
         )
@@ -285,7 +299,7 @@ def add_plugin(command: EntryPoint) -> None:
 
     app.command(
         command.name,
-        help=f"See `lilicorr {command.name} --help`.",
+        help=PLUGINS.get(command.name, f"See `lilicorr {command.name} --help`."),
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         add_help_option=False,
     )(run)

@@ -30,6 +30,13 @@ def resolve_assistant(assistant: str) -> str:
     return str(CHECKPOINTS / assistant) if assistant in PAIRS else assistant
 
 
+def named_device(name: str) -> torch.device:
+    """A device by its name; `auto` is an accelerator, if there is one."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def load_target(target: str, **kwargs) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """A causal language model and its tokenizer.
 

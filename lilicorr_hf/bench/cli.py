@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lilicorr_hf.measure import encode
-from lilicorr_hf.pairs import load_target, resolve_assistant
+from lilicorr_hf.pairs import load_target, named_device, resolve_assistant
 from lilicorr_hf.provenance import fingerprint, hardware, made_with, without_folders
 
 from .compare import compare, read_numbers
@@ -167,10 +166,7 @@ def fits(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", options: Options)
 
 
 def load(args: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    device: Any = args.device
-    if device == "auto":
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return load_target(args.target, dtype=args.dtype, device_map=device)
+    return load_target(args.target, dtype=args.dtype, device_map=named_device(args.device))
 
 
 def longest_input(items: list[Item], tokenizer: "PreTrainedTokenizerBase") -> int:
