@@ -62,16 +62,17 @@ SMALL := lilicorr-tree lilicorr ddtree argmax
 LARGE := lilicorr argmax lilicorr-tree:nodes=32 ddtree:nodes=32
 OTHERS := transformers-dflash prompt-lookup
 benchmark: setup
-	$(call run,greedy,28) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 $(FEW)
-	$(call run,bf16,18) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 --dtype bfloat16 $(FEW)
-	$(call run,trees,12) $(addprefix --system ,$(LARGE)) --system lilicorr-tree:adaptive_draft=true --limit 10 $(FEW)
-	$(call run,sets,10) $(addprefix --system ,$(LARGE)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
-	$(call run,sampling,8) --temperatures 1 $(addprefix --system ,$(SMALL)) --system lilicorr:sampled_walk=true $(FEW)
-	$(call run,concurrency,7) $(addprefix --system ,$(SMALL)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
+	$(call run,greedy,24) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 $(FEW)
+	$(call run,bf16,15) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 --dtype bfloat16 $(FEW)
+	LILICORR_PACK=0 $(call run,unpacked,8) $(addprefix --system ,lilicorr-tree lilicorr $(OTHERS)) --limit 5 $(FEW)
+	$(call run,trees,11) $(addprefix --system ,$(LARGE)) --system lilicorr-tree:adaptive_draft=true --limit 10 $(FEW)
+	$(call run,sets,16) $(addprefix --system ,$(LARGE)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
+	$(call run,sampling,7) --temperatures 1 $(addprefix --system ,$(SMALL)) --system lilicorr:sampled_walk=true $(FEW)
+	$(call run,concurrency,5) $(addprefix --system ,$(SMALL)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
 		--full-length --max-new-tokens 64 $(FEW)
-	$(call run,lengths,9) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
+	$(call run,lengths,7) $(addprefix --system ,$(LONG)) --lengths 512,1024,2048,4096,7168 --full-length \
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
-	$(call run,ablations,8) $(addprefix --system ,$(VARIANTS)) $(FEW)
+	$(call run,ablations,7) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # The tables and pictures of docs/study.md: draft methods trained on ANSWERS, three quarters of an hour of a core each, and
 # measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
