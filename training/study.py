@@ -285,7 +285,7 @@ def study_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=Path, help="By default runs/ and the study's name.")
     add("--parts", type=int, default=6, help="Parts of a run; after each, it is the next system's turn.")
     add("--jobs", type=int, default=1, help="Systems to train at a time.")
-    add("--minutes", type=float, help="Begin no further round of parts after so long.")
+    add("--minutes", type=float, help="Begin no further round of parts after so long; --bench waits for the last.")
     add("--bench", help="Files and options of `lilicorr bench`, in one string, to measure the systems with.")
     add("--page", type=Path, metavar="PAGE.md", help="Put the tables between its lines `<!-- bench NAME -->` and "
         "`<!-- end -->`: `training` and the output that --bench names.")  # fmt: skip
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
         console.print(table.rich())
         if args.page is not None:
             put_into(args.page, "training", table.markdown())
-    if benching is not None:
-        bench(benching)
     if not complete:
         errors.print("Out of time: the same command goes on with the parts that are left.")
+    elif benching is not None:
+        bench(benching)
