@@ -65,7 +65,7 @@ benchmark: setup
 	$(call run,greedy,24) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 $(FEW)
 	$(call run,bf16,15) $(addprefix --system ,$(SMALL) $(OTHERS)) --limit 20 --dtype bfloat16 $(FEW)
 	LILICORR_PACK=0 $(call run,unpacked,8) $(addprefix --system ,lilicorr-tree lilicorr $(OTHERS)) --limit 5 $(FEW)
-	$(call run,trees,11) $(addprefix --system ,$(LARGE)) --system lilicorr-tree:adaptive_draft=true --limit 10 $(FEW)
+	$(call run,trees,11) $(addprefix --system ,$(LARGE) lilicorr-tree lilicorr-tree:adaptive_draft=true) --limit 10 $(FEW)
 	$(call run,sets,16) $(addprefix --system ,$(LARGE)) --limit 10 --batch-sizes 10 --dtype bfloat16 $(DATA)
 	$(call run,sampling,7) --temperatures 1 $(addprefix --system ,$(SMALL)) --system lilicorr:sampled_walk=true $(FEW)
 	$(call run,concurrency,5) $(addprefix --system ,$(SMALL)) --batch-sizes 1,2,4,8,16,32 --limit 64 \
