@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import BatchEncoding
 
+from .modeling.cache_lilicorr import CACHE
 from .modeling.generation_lilicorr import Recording, record
 from .pairs import place_of
 
@@ -88,7 +89,7 @@ def watch_passes(model: "PreTrainedModel") -> Iterator[list[Pass]]:
     passes: list[Pass] = []
 
     def note(module, args, kwargs):
-        cache, ids = kwargs.get("cache"), kwargs.get("input_ids", args[0] if args else None)
+        cache, ids = kwargs.get(CACHE), kwargs.get("input_ids", args[0] if args else None)
         passes.append(Pass(0 if cache is None else cache.get_seq_length(), 0 if ids is None else ids.shape[1]))
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)

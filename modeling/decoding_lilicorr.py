@@ -278,6 +278,9 @@ class BlockDecoder:
         if budget <= 0 or self.drafting.max_drafted == 0:
             return anchor_ids[:, :0], None, None, None
         draft_ids, parents, proposal = output.token_ids, output.parents, output.proposal_logits
+        if parents is not None and parents.shape[1] == 0:
+            # Of no node, where processors left nothing to draft or a pace nothing to verify: a chain of no token.
+            parents = None
         if parents is None:
             draft_ids, proposal = draft_ids[:, :budget], None if proposal is None else proposal[:, :budget]
         else:

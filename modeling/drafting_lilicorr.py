@@ -216,7 +216,7 @@ def cut(output: "DraftOutput", length: int) -> None:
     """Leaves a draft its first `length` tokens; of a tree they are the best tree of that size."""
     output.token_ids = output.token_ids[:, :length]
     if output.parents is not None:
-        output.parents = output.parents[:, :length] if length else None
+        output.parents = output.parents[:, :length]
 
 
 __all__ = ["RowDrafting"]

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -128,7 +127,7 @@ class Runner:
         if run is plain:
             return numbers | {"blocks": run.tokens - len(run.rows), "accepted": 0}
         if how.batch > 1:
-            numbers["by_sequence"] = counts_by_sequence(run.recording.blocks)
+            numbers["by_sequence"] = counts_by_sequence(run.recording.blocks, how.batch)
         if run.recording.blocks:
             numbers |= {"draft": run.recording.draft_seconds, "verify": run.recording.verify_seconds}
             numbers |= pool_counts(run.recording.blocks, run.rows[0])
@@ -155,12 +154,13 @@ def answered(inputs: BatchEncoding, run: Run) -> list[tuple[torch.Tensor, list[i
     return [(ids[mask.bool()].unsqueeze(0), answer) for ids, mask, answer in rows]
 
 
-def counts_by_sequence(blocks: list[BlockRecord]) -> list[tuple[int, int]]:
-    """Accepted tokens and blocks of each sequence of a batch that was verified."""
-    kept: dict[int, list[int]] = defaultdict(list)
+def counts_by_sequence(blocks: list[BlockRecord], batch: int) -> list[tuple[int, int]]:
+    """Accepted tokens and blocks of each sequence of a batch: none of one that ended with its first token; nothing
+    where no loop told them apart."""
+    kept: list[list[int]] = [[] for _ in range(batch)]
     for block in blocks:
         kept[block.sequence].append(block.accepted)
-    return [(sum(accepted), len(accepted)) for _, accepted in sorted(kept.items())]
+    return [(sum(accepted), len(accepted)) for accepted in kept] if blocks else []
 
 
 def go_on(chat: Chat, answer: str, question: str) -> Chat:

@@ -9,7 +9,7 @@ import torch
 
 from lilicorr_hf.bench.cli import main
 from lilicorr_hf.bench.compare import compare
-from lilicorr_hf.bench.runner import pool_counts
+from lilicorr_hf.bench.runner import counts_by_sequence, pool_counts
 from lilicorr_hf.bench.statistics import median_interval, mismatches, overall, summarise, tau_interval, with_tiers
 from lilicorr_hf.bench.tables import Table, tables
 from lilicorr_hf.modeling.generation_lilicorr import BlockRecord
@@ -54,6 +54,14 @@ def test_prompts_of_a_batch_are_prompts():
     ours = summarise(rows)[1]
     assert ours["tau"] == 1 + 11 / 13 and ours["tau_mean"] == pytest.approx((4 + 1.25 + 2) / 3)
     assert (ours["tau"], ours["tau_low"], ours["tau_high"]) == tau_interval([6, 2, 3], [2, 8, 3], "abc")
+
+
+def test_a_sequence_that_ends_with_its_first_token_is_a_prompt_without_blocks():
+    blocks = [BlockRecord(7, 3, 0.1, 0.2, sequence) for sequence in (0, 2, 2)]
+    assert counts_by_sequence(blocks, 3) == [(3, 1), (0, 0), (6, 2)] and counts_by_sequence([], 3) == []
+    one = row("d/1", batch=3, lilicorr=run(5, accepted=9, blocks=3, by_sequence=counts_by_sequence(blocks, 3)))
+    one["ids"] = ["a", "b", "c"]
+    assert summarise([one])[1]["tau"] == 4 and overall([one])[0]["tau_mean"] == 4
 
 
 def test_intervals():

@@ -36,9 +36,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 class Pair:
     """A target and a drafter that is right about many of its tokens, in each row about others."""
 
-    def __init__(self, family: str):
+    def __init__(self, family: str, tree_budget: int = 0):
         self.target = tiny_target(family)
-        self.assistant = tiny_assistant(0, FaultyOracle)
+        self.assistant = tiny_assistant(0, FaultyOracle, tree_budget=tree_budget)
         ids, mask = batch()
         answers = self.target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=60).tolist()
         self.assistant.answers = [answer[pad:] for answer, pad in zip(answers, PADDING, strict=True)]
@@ -60,8 +60,13 @@ def pair(request):
 
 
 @pytest.fixture(scope="module")
-def llama():
+def chains():
     return Pair("llama")
+
+
+@pytest.fixture(scope="module", params=[0, 11], ids=["chains", "trees"])
+def llama(request):
+    return Pair("llama", request.param)
 
 
 @pytest.fixture
@@ -197,8 +202,8 @@ def test_stop_strings_of_a_batch(llama, by_row):
 
 
 @static_takes_back
-def test_static_cache_of_a_batch(llama, by_row):
-    plain, assisted = llama.both(cache_implementation="static", disable_compile=True)
+def test_static_cache_of_a_batch(chains, by_row):
+    plain, assisted = chains.both(cache_implementation="static", disable_compile=True)
     assert assisted.tolist() == plain.tolist() and by_row == [False]
 
 
@@ -227,11 +232,11 @@ def test_seeded_sampling_in_step_and_several_sequences_for_one_prompt(llama, by_
     assert by_row == [False, True]
 
 
-def test_recorded_blocks_are_those_of_the_rows(llama):
+def test_recorded_blocks_are_those_of_the_rows(chains):
     """Each row's blocks, put one after the other, are its new tokens."""
     (ids, mask), answers = batch(), {}
     with lilicorr_hf.record(lattice=True) as recording:
-        output = llama.target.generate(ids, attention_mask=mask, assistant_model=llama.assistant, **GREEDY)
+        output = chains.target.generate(ids, attention_mask=mask, assistant_model=chains.assistant, **GREEDY)
     assert recording.passes < len(recording.blocks)
     for block in recording.blocks:
         assert len(block.verified_ids) == block.accepted + 1

@@ -227,6 +227,14 @@ def test_batches(family, options):
     assert max(recording.accepted) > 1 or options.keys() & {"do_sample", "repetition_penalty"}
 
 
+@pytest.mark.parametrize("nodes", [None, 9])
+def test_where_processors_leave_nothing_a_tree_has_no_node(nodes):
+    """Plain decoding takes the first token of the vocabulary then, and goes on."""
+    options = {"no_repeat_ngram_size": 1, "max_new_tokens": 64}
+    plain, assisted = both(target_of("llama"), tiny_assistant(0, tree_budget=nodes), **options)
+    assert assisted.tolist() == plain.tolist()
+
+
 def test_a_table_of_positions_may_end_with_the_text():
     """Learned positions, the last of which belongs to the last token: no node may lie beyond it."""
     config = GPT2Config(

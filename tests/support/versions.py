@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-TESTS = ("tests/exactness", "tests/modeling")
+TESTS = ("tests/exactness", "tests/modeling", "tests/lilicorr_hf/test_bench.py")
 
 
 def install(version: str, folder: Path) -> Path:
