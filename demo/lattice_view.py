@@ -15,7 +15,7 @@ STATIC = Path(__file__).parent / "static"
 
 def script(*names: str) -> str:
     """Scripts as one function body: one component's own scope."""
-    return "\n".join((STATIC / f"{name}.js").read_text() for name in names)
+    return "\n".join((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in names)
 
 
 class LatticeView(gr.HTML):
@@ -28,7 +28,7 @@ class LatticeView(gr.HTML):
         super().__init__(
             value,
             html_template='<div class="lattice"></div>',
-            css_template=(STATIC / "lattice.css").read_text(),
+            css_template=(STATIC / "lattice.css").read_text(encoding="utf-8"),
             js_on_load=script("model", "words", "export", "chart", "lattice"),
             apply_default_css=False,
             **kwargs,
@@ -62,7 +62,7 @@ class Notice(gr.HTML):
         super().__init__(
             value,
             html_template='<p class="notice" role="status"></p>',
-            css_template=(STATIC / "notice.css").read_text(),
+            css_template=(STATIC / "notice.css").read_text(encoding="utf-8"),
             js_on_load=script("notice"),
             apply_default_css=False,
             **kwargs,
@@ -79,7 +79,7 @@ class RaceView(gr.HTML):
         super().__init__(
             value,
             html_template='<div class="race"></div>',
-            css_template=(STATIC / "race.css").read_text(),
+            css_template=(STATIC / "race.css").read_text(encoding="utf-8"),
             js_on_load=script("model", "race"),
             apply_default_css=False,
             **kwargs,

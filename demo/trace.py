@@ -148,7 +148,7 @@ class Trace:
             about: other fields of the trace.
 
         Raises:
-            `ValueError`: if several calls were recorded, or one without lattices.
+            `ValueError`: if several calls were recorded, or a batch, or one without lattices.
 
         Example:
 
@@ -160,6 +160,8 @@ class Trace:
         """
         if recording.calls > 1:
             raise ValueError(f"A trace shows one `generate` call; {recording.calls} were recorded.")
+        if any(record.sequence for record in recording.blocks):
+            raise ValueError("A trace shows one sequence; a batch was recorded.")
         trace = cls(**about)
         for record in recording.blocks:
             trace.append(BlockTrace.from_record(record), tokenizer)
@@ -228,7 +230,9 @@ class Trace:
         return trace
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":")) + "\n")
+        Path(path).write_text(
+            json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
@@ -237,7 +241,7 @@ class Trace:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{path.name} has {path.stat().st_size:,} bytes, more than any trace needs.")
         try:
-            return cls.from_dict(json.loads(path.read_text()))
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path.name} is not a text file.") from error
         except json.JSONDecodeError as error:

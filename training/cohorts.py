@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lilicorr_hf.modeling.cache_lilicorr import CACHE
@@ -205,15 +205,25 @@ class Cohort:
         ]
 
 
+def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, target: str) -> list[int]:
+    """Tokens that end an answer: by the generation config, else by the tokenizer.
+
+    Raises:
+        ValueError: neither names one.
+    """
+    eos = None if config is None else config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    ids = [eos] if isinstance(eos, int) else list(eos or [])
+    if not ids:
+        raise ValueError(f"neither the generation config nor the tokenizer of {target} names an end token")
+    return ids
+
+
 class LocalTarget:
     """The target in this process. `eos_ids` come from its generation config, else from the tokenizer."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DecodingArguments) -> None:
-        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-        eos = tokenizer.eos_token_id if eos is None else eos
-        self.eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        if not self.eos_ids:
-            raise ValueError(f"neither the generation config nor the tokenizer of {args.target} names an end token")
+        self.eos_ids = end_tokens(model.generation_config, tokenizer, args.target)
         room = model.config.get_text_config().to_dict().get("max_position_embeddings")
         if room is not None and args.max_prompt_tokens + args.max_new_tokens > room:
             raise ValueError(

@@ -32,7 +32,7 @@ def read_history(run: Path) -> list[dict[str, Any]]:
         `FileNotFoundError`: if the folder holds no training state.
     """
     states = [run / "trainer_state.json", *run.glob("checkpoint-*/trainer_state.json")]
-    found = [json.loads(path.read_text()) for path in states if path.is_file()]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in states if path.is_file()]
     if not found:
         raise FileNotFoundError(f"{run} holds no trainer_state.json; give the `output_dir` of a training run.")
     return max(found, key=lambda state: state["global_step"])["log_history"]

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from .cohorts import DecodingArguments, find_loop, row_noise
+from lilicorr_hf.pairs import resolve_target
+
+from .cohorts import DecodingArguments, end_tokens, find_loop, row_noise
 from .conversations import Answer, Progress, Request
 from .options import option
 
@@ -36,11 +38,18 @@ class ServerTarget:
     """
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, args: ServerArguments) -> None:
-        if not isinstance(tokenizer.eos_token_id, int):
-            raise ValueError(f"the tokenizer of {args.target} names no end token")
+        try:
+            config = GenerationConfig.from_pretrained(resolve_target(args.target))
+        except OSError:
+            config = None
+        eos_ids = end_tokens(config, tokenizer, args.target)
         self.url, self.tokenizer, self.args = url.rstrip("/"), tokenizer, args
         self.model = args.server_model or args.target
-        self.eos_id = tokenizer.eos_token_id
+        self.eos_ids = eos_ids
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        rendered = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+        # Where the server tells no ids: the end that the template writes behind an answer.
+        self.written_end = next((token for token in reversed(rendered) if token in eos_ids), eos_ids[0])
         self.failed = threading.Event()
         served = [entry["id"] for entry in self._call("/models", None).get("data", [])]
         if served and self.model not in served:
@@ -87,7 +96,7 @@ class ServerTarget:
             return Answer(ids[:kept], "rep")
         if choice["finish_reason"] == "length":
             return Answer(ids, "len")
-        return Answer(ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id], "eos")
+        return Answer(ids if ids and ids[-1] in self.eos_ids else [*ids, self.written_end], "eos")
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """The JSON answer to a GET, or to a POST of `body`. Busy servers, server errors and lost connections are

@@ -92,7 +92,7 @@ class TargetStateCache:
             with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
                 json.dump(ours, file)
             os.replace(file.name, path)
-        theirs = json.loads(path.read_text())
+        theirs = json.loads(path.read_text(encoding="utf-8"))
         if different := [name for name in ours if ours[name] != theirs.get(name)]:
             found = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} here" for name in different)
             raise ValueError(f"{self.folder} holds the states of another run: {found}. Give another folder.")
@@ -101,7 +101,7 @@ class TargetStateCache:
         """Rows of an index whose states were written to the end."""
         path = index.with_suffix(".bin")
         whole = path.stat().st_size // (self.width * self.dtype.itemsize)
-        for line in index.read_text().splitlines():
+        for line in index.read_text(encoding="utf-8").splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:

@@ -90,7 +90,7 @@ class Study:
         record = self.folder(system) / SHARE
         if not record.is_file():
             return 0.0
-        done = json.loads(record.read_text())
+        done = json.loads(record.read_text(encoding="utf-8"))
         if done["options"] != digest(self.argv(system, more)):
             raise ValueError(
                 f"{self.folder(system)} was trained with other options, see `recipe.yaml` there. Give the same again, "
@@ -106,12 +106,12 @@ def read_study(name: str, output_dir: Path) -> Study:
         `ValueError`: if it does not hold just these two.
     """
     path = named_file(name, STUDIES)
-    settings = yaml.safe_load(path.read_text())
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or settings.keys() != {"shared", "systems"} or not settings["systems"]:
         raise ValueError(f"{path} has to hold `shared`, options of all runs, and `systems`, options of each by name.")
     shared = dict(settings["shared"])
     # Read here, so that a study can take an option out of a recipe: null stands for none.
-    recipe = yaml.safe_load(named_file(shared.pop("config")).read_text()) if "config" in shared else {}
+    recipe = yaml.safe_load(named_file(shared.pop("config")).read_text(encoding="utf-8")) if "config" in shared else {}
     systems = {system: options or {} for system, options in settings["systems"].items()}
     return Study(path.stem, recipe | OPTIONS | shared, systems, output_dir)
 
@@ -180,7 +180,7 @@ def train_part(argv: list[str], share: float, threads: int, study: int) -> None:
         trainer.add_callback(StopAt(trainer, share, study))
         trainer.train(resume_from_checkpoint=last_checkpoint(folder))
         trainer.save_model()
-    (folder / SHARE).write_text(json.dumps({"share": share, "options": digest(argv)}))
+    (folder / SHARE).write_text(json.dumps({"share": share, "options": digest(argv)}), encoding="utf-8")
 
 
 def check_equal_budgets(study: Study, more: list[str]) -> None:

@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
     if "--config" in argv:
         at = argv.index("--config")
-        settings: dict[str, Any] = yaml.safe_load(named_file(argv[at + 1]).read_text()) or {}
+        settings: dict[str, Any] = yaml.safe_load(named_file(argv[at + 1]).read_text(encoding="utf-8")) or {}
         known = {action.dest for action in parser._actions}
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")

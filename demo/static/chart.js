@@ -191,7 +191,7 @@ const makeChart = (scroller, on) => {
       else if (step > 0 && step <= path.length) drawFan(step - 1, path[step - 2], path[step - 1]);
     }
     block.candidates.forEach((slot, column) => {
-      const shares = hasScores(block) && column < step ? softmax(scoresAfter(block, column, path[column - 1])) : null;
+      const shares = hasScores(block) && column < step && column <= path.length ? softmax(scoresAfter(block, column, path[column - 1])) : null;
       slot.forEach((_, rank) => updateCell(state, column, rank, shares));
     });
     root.classList.toggle("focused", Boolean(focus));

@@ -74,12 +74,12 @@ const receive = () => {
   const value = props.value;
   if (!value || !value.trace) return;
   const grows = live && trace && value.trace.prompt === trace.prompt && value.trace.blocks.length >= trace.blocks.length;
-  const before = grows ? current : null;
+  const before = grows && trace.blocks.length ? current : null;
   [trace, live] = [value.trace, value.live];
   if (!grows) {
     followed = true;
     const asked = new URLSearchParams(location.search);
-    current = value.example && asked.get("example") === value.example ? Number(asked.get("block") ?? 1) - 1 : 0;
+    current = value.example && asked.get("example") === value.example ? Math.trunc(Number(asked.get("block")) || 1) - 1 : 0;
   } else if (followed) {
     current = trace.blocks.length - 1;
   }
@@ -88,7 +88,7 @@ const receive = () => {
   if (!trace.blocks.length) return empty();
   view.classList.remove("empty");
   current = Math.max(0, Math.min(current, trace.blocks.length - 1));
-  if (before !== current || !grows) show();
+  if (before !== current) show();
   else drawBlocks();
 };
 

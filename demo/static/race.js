@@ -43,7 +43,7 @@ const verdict = ({ lanes, running, identical, device }) => {
   if (running) return `Running ${running}. Each lane has the machine to itself, one after the other.`;
   const [plain, assisted] = lanes;
   const ratio = assisted.tokens_per_second / plain.tokens_per_second;
-  const same = identical === null ? "sampled, so the texts differ by chance" : identical ? "identical text" : "the texts differ, at a tie of the target's two best tokens";
+  const same = identical === null ? "sampled, so the texts differ by chance" : identical ? "identical text" : "the texts differ: `lilicorr generate` tells whether at a tie of the target's two best tokens";
   return `${ratio.toFixed(2)}x tokens per second, ${same}. One run each, measured one after the other on ${device}; the replay shows both on one clock.`;
 };
 

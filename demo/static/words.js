@@ -6,7 +6,7 @@ const describeCell = (trace, block, path, step, slot, rank) => {
   const id = block.candidates[slot][rank];
   const parts = [`Slot ${slot + 1}, rank ${rank + 1}: ${quote(trace, id)}, token ${id}`];
   if (block.log_probs) parts.push("drafter " + percent(Math.exp(block.log_probs[slot][rank])));
-  if (hasScores(block) && slot < step) {
+  if (hasScores(block) && slot < step && slot <= path.length) {
     const before = slot ? block.candidates[slot - 1][path[slot - 1]] : block.anchor;
     const scores = scoresAfter(block, slot, path[slot - 1]);
     parts.push(`LiLiCorr ${percent(softmax(scores)[rank])} after ${quote(trace, before)}`);

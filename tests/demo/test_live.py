@@ -174,6 +174,8 @@ def test_text_streams_block_by_block(visit, expect, gate, answer):
         gate.let(2 if blocks == 1 else 1)
         expect(page.locator("#lattice .text .block")).to_have_count(blocks)
         expect(page.locator(".slider.block .caption")).to_have_text(f"Block {blocks} of {blocks}")
+        # From the first block on its lattice is drawn.
+        assert page.locator("#lattice .cell").count() > 0
     expect(page.locator("#notice")).to_contain_text("Writing")
     gate.open()
     expect(page.locator("#notice")).to_contain_text("Done in")

@@ -347,6 +347,18 @@ def test_hostile_text_is_shown_literally(visit, expect, hostile):
     expect(page.locator("#lattice h2")).to_have_text("The dog meows sweetly")
 
 
+def test_a_walk_that_processors_ended_early_is_shown_as_far_as_it_goes(visit, expect, hostile):
+    trace = Trace.load(hostile)
+    trace.title, trace.blocks[0].walk, trace.blocks[0].drafted, trace.blocks[0].accepted = "Ended early", [], 0, 0
+    trace.blocks[0].target = [1]
+    trace.save(hostile)
+    page = visit()
+    upload(page, hostile)
+    expect(page.locator("#lattice h2")).to_have_text("Ended early")
+    expect(page.locator(".say")).to_contain_text("The walk ended early")
+    expect(page.locator("#lattice .cell")).to_have_count(2 * len(HOSTILE))
+
+
 def test_bad_file_is_named_and_the_view_stays(visit, expect, tmp_path):
     page = visit()
     (tmp_path / "mine.json").write_text('{"schema": "lilicorr-trace", "version": 9}')

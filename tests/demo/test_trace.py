@@ -102,6 +102,13 @@ def test_two_calls_are_not_one_trace(target):
         Trace.from_recording(recording, Numbers(), title="two")
 
 
+def test_a_batch_is_not_one_trace(target):
+    with lilicorr_hf.record(lattice=True) as recording:
+        target.generate(torch.tensor([[3], [5]]), assistant_model=tiny_assistant(), max_new_tokens=9, do_sample=False)
+    with pytest.raises(ValueError, match="a batch was recorded"):
+        Trace.from_recording(recording, Numbers(), title="batch")
+
+
 def test_json_round_trip(target, tmp_path):
     _, recording = recorded(target, tiny_assistant(1))
     about = {"title": "π", "prompt": "</script>", "target": "tiny", "logit_scale": 8.0, "seconds": 1.5}

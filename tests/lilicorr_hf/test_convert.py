@@ -23,7 +23,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 @pytest.fixture
 def ours(tmp_path):
     """A checkpoint in bf16 without a 0 or 1 in it, K = 4 as engines want it."""
-    fields = {"candidate_topk": 4, "target_name_or_path": "org/target", "tree_budget": None}
+    fields = {"candidate_topk": 4, "target_name_or_path": "org/target", "tree_budget": None, "tree_weight": 0.6}
+    fields |= {"context_window": 64, "adaptive_draft": True, "scoring": "eager"}
     model = tiny_assistant(**fields).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -162,7 +163,7 @@ def test_rotary_parameters_arrive(tmp_path, rope, to):
 
 def test_transformers_own_class_drafts_the_same_block(ours, tmp_path):
     """The drafter's argmax at each step of a generation, ours against `speculation_type="dflash"`."""
-    drafter = DFlashModel.from_pretrained(ours, tree_budget=0).double()
+    drafter = DFlashModel.from_pretrained(ours, tree_budget=0, adaptive_draft=False).double()
     convert(ours, tmp_path / "native", to="transformers", head="drop")
     native = AutoModel.from_pretrained(tmp_path / "native").double()
     assert type(native).__module__.startswith("transformers.models.muse_glimmer_assistant")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lilicorr_hf import LiLiCorrDraftModel, cli, doctor
+from lilicorr_hf import DSparkModel, LiLiCorrDraftModel, cli, doctor
 from lilicorr_hf.doctor import PROMPTS, check_template, examine, read_answers, write_probe
 from lilicorr_hf.measure import Divergence, encode, tie_gap
 from lilicorr_hf.modeling import drafting_lilicorr
@@ -38,6 +38,17 @@ def changed(assistant, **config):
 
 def test_shipped_pair_is_healthy(smollm2, answers):
     assert faults(smollm2, answers) == {}
+
+
+def test_a_drafter_of_whole_blocks_is_examined_up_to_the_end_of_an_answer(smollm2):
+    """DSpark's drafts have as many tokens as a block has positions."""
+    model, tokenizer, shipped = smollm2
+    torch.manual_seed(0)
+    dspark = DSparkModel(shipped.config).to(shipped.dtype).eval()
+    for length in range(20, 26):
+        answers = read_answers(model, tokenizer, PROMPTS[:1], length)
+        checks = {finding.check for finding in examine(model, tokenizer, dspark, answers)}
+        assert "cached drafts" in checks and "acceptance" in checks
 
 
 @pytest.mark.parametrize("ids", [[2, 15, 28], [0, 13, 26]])
