@@ -13,6 +13,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DFlashCache
 
@@ -376,6 +378,9 @@ def test_a_call_leaves_no_hooks(llama, assistant):
 def test_encoder_decoder_and_headless_targets_are_refused(llama, assistant):
     with pytest.raises(ValueError, match="output head"):
         assistant.check_target(llama.model)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_ff=48, num_layers=1, num_heads=4))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        assistant.check_target(t5)
 
 
 def test_mask_token_beyond_the_embedding_table_is_refused(assistant):

@@ -57,6 +57,8 @@ def test_a_changed_head_is_copied_again():
     product(head, states)
     head.weight.neg_()
     torch.testing.assert_close(product(head, states), head(states), rtol=0.01, atol=0.1)
+    head.weight.data = head.weight.data.flip(0)
+    torch.testing.assert_close(product(head, states), head(states), rtol=0.01, atol=0.1)
 
 
 def test_other_heads_are_called_as_they_are():
