@@ -54,9 +54,9 @@ class Pair:
         return outputs
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3"])
+@pytest.fixture(scope="module", params=[("llama", 0), ("gemma3", 0), ("qwen3", 0), ("llama", 11), ("gemma3", 11)])
 def pair(request):
-    return Pair(request.param)
+    return Pair(*request.param)
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +174,18 @@ def test_everything_returned_for_a_batch(pair, by_row):
     assert by_row == [False]
 
 
-def test_attentions_of_a_batch():
+@pytest.mark.parametrize("tree_budget", [0, 11])
+def test_attentions_of_a_batch(tree_budget):
     target, (ids, _) = tiny_target("gemma3", attn_implementation="eager"), batch()
-    outputs = [
-        target.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY | ALL_OUTPUTS | extra)
-        for extra in ({}, {"assistant_model": tiny_assistant()})
-    ]
+    assistant, mask = tiny_assistant(0, FaultyOracle, tree_budget=tree_budget), torch.ones_like(ids)
+    assistant.answers = target.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 60}).tolist()
+    with lilicorr_hf.record() as recording:
+        outputs = [
+            target.generate(ids, attention_mask=mask, **GREEDY | ALL_OUTPUTS | extra)
+            for extra in ({}, {"assistant_model": assistant})
+        ]
     assert_equal_outputs(outputs[1], outputs[0])
+    assert max(recording.accepted) > 0
 
 
 def test_callers_cache_of_a_batch(llama):
