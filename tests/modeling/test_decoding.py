@@ -8,6 +8,7 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
+    INTERRUPTS,
     PROMPT,
     Interrupt,
     Recorder,
@@ -227,15 +228,14 @@ def test_static_cache_of_the_caller(target, oracle):
     assert_equal_caches(caches[1], caches[0])
 
 
+@pytest.mark.parametrize("where", INTERRUPTS)
 @pytest.mark.parametrize("at", [7, 9, 10, 12])
-def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(windowed, at):
+def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(windowed, at, where):
     assistant = tiny_assistant(0, Oracle)
     assistant.answer = windowed.generate(PROMPT, **GREEDY | {"max_new_tokens": 40})
     cache = DynamicCache(config=windowed.config)
     with pytest.raises(KeyboardInterrupt):
-        windowed.generate(
-            PROMPT, **{CACHE: cache}, assistant_model=assistant, stopping_criteria=[Interrupt(at)], **GREEDY
-        )
+        windowed.generate(PROMPT, **{CACHE: cache}, assistant_model=assistant, **INTERRUPTS[where](at), **GREEDY)
     assert cache.get_seq_length() == at - 1
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
     text = assistant.answer[:, :at]

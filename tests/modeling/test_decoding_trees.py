@@ -7,8 +7,8 @@ import torch
 from calls import (
     ALL_OUTPUTS,
     GREEDY,
+    INTERRUPTS,
     PROMPT,
-    Interrupt,
     assert_equal_caches,
     assert_equal_outputs,
     both,
@@ -143,17 +143,16 @@ def test_a_conversation_goes_on_from_the_callers_cache(family):
         texts = [torch.cat([text, torch.tensor([[7, 8]])], dim=-1) for text in texts]
 
 
+@pytest.mark.parametrize("where", INTERRUPTS)
 @pytest.mark.parametrize("at", [7, 9, 10, 12])
-def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(at):
+def test_interrupted_call_leaves_only_verified_tokens_in_the_cache(at, where):
     target, assistant, cache = (
         target_of("gemma3"),
         faulty("gemma3", 12),
         DynamicCache(config=target_of("gemma3").config),
     )
     with pytest.raises(KeyboardInterrupt):
-        target.generate(
-            PROMPT, **{CACHE: cache}, assistant_model=assistant, stopping_criteria=[Interrupt(at)], **GREEDY
-        )
+        target.generate(PROMPT, **{CACHE: cache}, assistant_model=assistant, **INTERRUPTS[where](at), **GREEDY)
     assert cache.get_seq_length() == at - 1
     text = answer_of("gemma3")[:, :at]
     output = target.generate(text, **{CACHE: cache}, assistant_model=assistant, **GREEDY)

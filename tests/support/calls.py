@@ -82,6 +82,41 @@ class Interrupt(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+class InterruptingProcessor(LogitsProcessor):
+    """[`Interrupt`] before the next token is taken."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == self.at:
+            raise KeyboardInterrupt
+        return scores
+
+
+class InterruptingStreamer(BaseStreamer):
+    """[`Interrupt`] when the text's last token is handed out."""
+
+    def __init__(self, at: int):
+        self.left = at
+
+    def put(self, value):
+        self.left -= value.numel()
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+# Arguments of `generate` that interrupt it when the text is so many tokens long.
+INTERRUPTS: dict[str, Any] = {
+    "criterion": lambda at: {"stopping_criteria": [Interrupt(at)]},
+    "processor": lambda at: {"logits_processor": [InterruptingProcessor(at)]},
+    "streamer": lambda at: {"streamer": InterruptingStreamer(at)},
+}
+
+
 def watchers(stop_at: int) -> tuple[dict[str, Any], tuple[Recorder, ...]]:
     """Arguments of `generate` that bring a processor, a criterion and a streamer of the caller's, and those three."""
     processor, criterion, streamer = RecordingProcessor(), RecordingCriterion(stop_at=stop_at), Recorder()
