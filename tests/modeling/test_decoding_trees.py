@@ -15,7 +15,7 @@ from calls import (
     character_tokenizer,
     watchers,
 )
-from tiny import FaultyOracle, Oracle, tiny_assistant, tiny_target
+from tiny import FaultyOracle, tiny_assistant, tiny_target
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -234,25 +234,29 @@ def test_where_processors_leave_nothing_a_tree_has_no_node(nodes):
     assert assisted.tolist() == plain.tolist()
 
 
-def test_a_table_of_positions_may_end_with_the_text():
-    """Learned positions, the last of which belongs to the last token: no node may lie beyond it."""
+@pytest.mark.parametrize("nodes", [0, 30])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_table_of_positions_may_end_with_the_text(nodes, in_step):
+    """Learned positions, the last of which belongs to the last token: no drafted token may lie beyond it, neither in a
+    row that is ahead of others nor in one that has ended."""
     config = GPT2Config(
         vocab_size=64, n_positions=24, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=None
     )
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(config).double().eval()
-    assistant = tiny_assistant(0, Oracle, tree_budget=30)
-    ids = PROMPT.repeat(2, 1)
-    for prompt, options in ((PROMPT, {}), (ids, {}), (ids, {"return_dict_in_generate": True, "eos_token_id": 5})):
-        plain = target.generate(prompt, do_sample=False, max_new_tokens=18, pad_token_id=0, **options)
-        assistant.answer = plain if isinstance(plain, torch.Tensor) else plain.sequences
-        assistant.answer = assistant.answer[:1]
-        assisted = target.generate(
-            prompt, do_sample=False, max_new_tokens=18, pad_token_id=0, assistant_model=assistant, **options
-        )
-        assert list(assisted if isinstance(assisted, torch.Tensor) else assisted.sequences) and str(plain) == str(
-            assisted
-        )
+    prompts = torch.cat([PROMPT, PROMPT.flip(-1)])
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": 18, "pad_token_id": 0}
+    assistant = tiny_assistant(0, FaultyOracle, tree_budget=nodes)
+    assistant.answers = target.generate(prompts, **options).tolist()
+    if in_step:
+        first = assistant.answers[0][PROMPT.shape[1] + 4]
+        options |= {"return_dict_in_generate": True, "eos_token_id": first}
+    plain = target.generate(prompts, **options)
+    with lilicorr_hf.record() as recording:
+        assisted = target.generate(prompts, assistant_model=assistant, **options)
+    assert str(assisted) == str(plain) and max(recording.accepted) > 1
+    blocks = [[block.accepted for block in recording.blocks if block.sequence == row] for row in (0, 1)]
+    assert in_step or blocks[0] != blocks[1]
 
 
 def test_the_budget_of_a_call_stands_above_that_of_the_config():
