@@ -226,6 +226,18 @@ def test_batches(family, options):
     assert max(recording.accepted) > 1 or options.keys() & {"do_sample", "repetition_penalty"}
 
 
+@pytest.mark.parametrize("drafter", [LiLiCorrDraftModel, DFlashModel])
+@pytest.mark.parametrize("nodes", [3, 9])
+def test_what_processors_forbid_comes_last_in_a_tree(drafter, nodes):
+    """Also where the lattice's own candidates would be enough for it."""
+    odd = list(range(1, 64, 2))
+    with lilicorr_hf.record(lattice=True) as recording:
+        plain, assisted = both(target_of("llama"), tiny_assistant(0, drafter, tree_budget=nodes), suppress_tokens=odd)
+    assert assisted.tolist() == plain.tolist()
+    forbidden = [[token in odd for token in block.draft_ids] for block in recording.blocks]
+    assert all(row == sorted(row) for row in forbidden) and sum(not row[0] for row in forbidden if row) > 5
+
+
 @pytest.mark.parametrize("nodes", [None, 9])
 def test_where_processors_leave_nothing_a_tree_has_no_node(nodes):
     """Plain decoding takes the first token of the vocabulary then, and goes on."""
