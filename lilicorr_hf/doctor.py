@@ -360,7 +360,7 @@ def check_cached_drafts(
         records: of each answer the blocks, and up to which token it is the plain one.
     """
 
-    def agreement(lag: int = 0) -> float:
+    def agreement(lag: int = 0) -> float | None:
         same = []
         for answer, (blocks, equal) in zip(answers, records, strict=True):
             drafted, anchor = {}, answer.prompt_length
@@ -371,13 +371,15 @@ def check_cached_drafts(
             if drafted:
                 again = draft_at(assistant, tables, answer, list(drafted), lag=lag).draft.token_ids.tolist()
                 same += [row[: len(ids)] == ids for row, ids in zip(again, drafted.values(), strict=True)]
-        return sum(same) / len(same) if same else 1.0
+        return sum(same) / len(same) if same else None
 
     recomputed = agreement()
+    if recomputed is None:
+        return Finding("cached drafts", "no block to compare before texts part; ask for more tokens")
     if recomputed >= 0.9:
         return Finding("cached drafts", f"{recomputed:.0%} of the blocks are as recomputed from a full pass")
     words = f"only {recomputed:.0%} of the blocks are those of a full pass"
-    if (late := agreement(lag=1)) > recomputed:
+    if (late := agreement(lag=1) or 0.0) > recomputed:
         words += f"; wrong anchor row: {late:.0%} are those of contexts a position late"
     return Finding("cached drafts", words, fault=True)
 

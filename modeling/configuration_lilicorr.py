@@ -265,8 +265,11 @@ def flatten_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         read_foreign(flat, nested)
     flat["model_type"] = LiLiCorrConfig.model_type
 
-    has_head = "LiLiCorrDraftModel" in (flat.get("architectures") or ()) or nested.get("lilicorr_enabled")
-    has_head = has_head or "lilicorr" in (nested.get("projector_type"), flat.get("projector_type"))
+    has_head = (
+        "LiLiCorrDraftModel" in (flat.get("architectures") or ())
+        or nested.get("lilicorr_enabled")
+        or "lilicorr" in (nested.get("projector_type"), flat.get("projector_type"))
+    )
     unset = [name for name in SCORE_FIELDS if flat.get(name) is None]
     if has_head and unset:
         raise ValueError(

@@ -217,6 +217,8 @@ def cut(output: "DraftOutput", length: int) -> None:
     output.token_ids = output.token_ids[:, :length]
     if output.parents is not None:
         output.parents = output.parents[:, :length]
+    if output.log_probs is not None:
+        output.log_probs = output.log_probs[:, :length]
 
 
 __all__ = ["RowDrafting"]

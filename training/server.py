@@ -42,14 +42,13 @@ class ServerTarget:
             config = GenerationConfig.from_pretrained(resolve_target(args.target))
         except OSError:
             config = None
-        eos_ids = end_tokens(config, tokenizer, args.target)
+        self.eos_ids = ends = end_tokens(config, tokenizer, args.target)
         self.url, self.tokenizer, self.args = url.rstrip("/"), tokenizer, args
         self.model = args.server_model or args.target
-        self.eos_ids = eos_ids
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
         rendered: Any = tokenizer.apply_chat_template(chat, return_dict=True)
         # Where the server tells no ids: the end that the template writes behind an answer.
-        self.written_end = next((token for token in reversed(rendered["input_ids"]) if token in eos_ids), eos_ids[0])
+        self.written_end = next((token for token in reversed(rendered["input_ids"]) if token in ends), ends[0])
         self.failed = threading.Event()
         served = [entry["id"] for entry in self._call("/models", None).get("data", [])]
         if served and self.model not in served:

@@ -29,8 +29,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lilicorr_hf.bench.cli import check as check_bench
-from lilicorr_hf.bench.cli import check_marks, put_into
 from lilicorr_hf.bench.cli import main as bench
+from lilicorr_hf.bench.cli import put_into, split_at_marks
 from lilicorr_hf.bench.tables import Table
 
 from .memory import keep_freed_memory
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
     study = read_study(args.study, args.output_dir or Path("runs") / Path(args.study).stem)
     check_equal_budgets(study, more)
     if args.page is not None:
-        check_marks(args.page, "training")
+        split_at_marks(args.page, "training")
     checkpoints = [f"--system=checkpoint:path={study.folder(system)}" for system in study.systems]
     page = [] if args.page is None else ["--page", str(args.page)]
     benching = None if args.bench is None else [*shlex.split(args.bench), *checkpoints, *page]

@@ -1,6 +1,7 @@
 # Copyright 2026 The lilicorr_hf authors. Licensed under the Apache License, Version 2.0.
 """`python -m lilicorr_hf.training.train --config x.yaml [--option value ...]`: trains a drafter for a target."""
 
+import argparse
 import itertools
 import sys
 from pathlib import Path
@@ -61,14 +62,14 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, LiL
     """
     parser = HfArgumentParser(ARGUMENTS, prog="lilicorr train")  # type: ignore[arg-type]
     parser.add_argument("--config", help="YAML file or name of a recipe; the command line wins.")
-    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
-    if "--config" in argv:
-        at = argv.index("--config")
-        settings: dict[str, Any] = yaml.safe_load(named_file(argv[at + 1]).read_text(encoding="utf-8")) or {}
+    first = argparse.ArgumentParser(prog="lilicorr train", add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    found, argv = first.parse_known_args(argv)
+    if found.config is not None:
+        settings: dict[str, Any] = yaml.safe_load(named_file(found.config).read_text(encoding="utf-8")) or {}
         known = {action.dest for action in parser._actions}
         if unknown := sorted(settings.keys() - known):
-            raise ValueError(f"{argv[at + 1]} sets options that do not exist: {unknown}.")
-        argv = argv[:at] + argv[at + 2 :]
+            raise ValueError(f"{found.config} sets options that do not exist: {unknown}.")
         argv = to_argv(without_hours(settings, argv)) + argv
     model_args, data_args, args, *_ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     return model_args, data_args, args

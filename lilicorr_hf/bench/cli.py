@@ -118,7 +118,7 @@ def check(argv: list[str]) -> tuple[argparse.Namespace, Options, list[System]]:
     args = parse(argv)
     options = options_of(args)
     if args.page is not None:
-        check_marks(args.page, args.output.stem)
+        split_at_marks(args.page, args.output.stem)
     return args, options, parse_systems(list(options.systems))
 
 
@@ -238,7 +238,7 @@ def report(results: ResultFile, subject: dict[str, Any], output: Path | None, pa
         put_into(page, output.stem, text + links)
 
 
-def check_marks(page: Path, name: str) -> tuple[str, str]:
+def split_at_marks(page: Path, name: str) -> tuple[str, str]:
     """What stands before and behind the page's marks of that name, with them.
 
     Raises:
@@ -253,8 +253,8 @@ def check_marks(page: Path, name: str) -> tuple[str, str]:
 
 
 def put_into(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between the page's marks of that name; raises as [`check_marks`]."""
-    before, after = check_marks(page, name)
+    """Replaces what stands between the page's marks of that name; raises as [`split_at_marks`]."""
+    before, after = split_at_marks(page, name)
     page.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
 
 

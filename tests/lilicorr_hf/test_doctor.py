@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,12 @@ def test_a_drafter_of_whole_blocks_is_examined_up_to_the_end_of_an_answer(smollm
         answers = read_answers(model, tokenizer, PROMPTS[:1], length)
         checks = {finding.check for finding in examine(model, tokenizer, dspark, answers)}
         assert "cached drafts" in checks and "acceptance" in checks
+
+
+def test_no_block_to_compare_is_said(smollm2, answers):
+    """As where every text parts in its first block."""
+    found = doctor.check_cached_drafts(smollm2[2], None, answers, [([], math.inf) for _ in answers])
+    assert not found.fault and found.words.startswith("no block to compare")
 
 
 @pytest.mark.parametrize("ids", [[2, 15, 28], [0, 13, 26]])

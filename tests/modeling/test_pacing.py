@@ -102,6 +102,7 @@ def test_a_cut_tree_is_the_tree_of_that_size():
         cut(output, length)
         assert output.token_ids.tolist() == smaller.token_ids.tolist()
         assert torch.equal(output.parents, smaller.parents)
+        assert torch.equal(output.log_probs, smaller.log_probs)
 
 
 @pytest.mark.parametrize("tree_budget", [0, 6])

@@ -70,10 +70,11 @@ def test_bf16_is_the_default_only_where_it_is_fast(monkeypatch, instructions):
     assert options.fast_dtype() == "bfloat16"
 
 
+@pytest.mark.parametrize("either_form", [["--config", "smollm2-135m-cpu"], ["--config=smollm2-135m-cpu"]])
 @pytest.mark.parametrize(
     ("options", "hours"),
     [([], 8.0), (["--max_steps", "3"], None), (["--max_steps=3"], None), (["--max_hours", "2"], 2.0)],
 )
-def test_steps_of_the_command_line_win_over_hours_of_a_recipe(options, hours):
-    args = parse_arguments(["--config", "smollm2-135m-cpu", *options])[2]
+def test_steps_of_the_command_line_win_over_hours_of_a_recipe(either_form, options, hours):
+    args = parse_arguments([*either_form, *options])[2]
     assert args.max_hours == hours and (args.max_steps == 3) == (hours is None)
