@@ -74,7 +74,7 @@ benchmark: setup
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
 	$(call run,ablations,7) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
-# The tables and pictures of docs/study.md: draft methods trained on ANSWERS, three quarters of an hour of a core each, and
+# The tables and pictures of docs/study.md: draft methods trained on ANSWERS, half an hour of a core each, and
 # measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
 ANSWERS ?= answers.jsonl
 METHODS := runs/methods
@@ -86,11 +86,11 @@ SHORT := --full-length --max-new-tokens 64
 compare = $(BIN)/lilicorr study methods --output_dir $(METHODS) --train_files $(ANSWERS) --parts 3 --jobs 2 \
 	--page docs/study.md --bench "--output runs/study/$(1).json $(2)"
 study: setup
-	$(call compare,taus,--limit 20 --batch-sizes 10 $(TREES) $(FEW))
+	$(call compare,taus,--limit 20 --batch-sizes 10 --max-new-tokens 80 --dtype bfloat16 $(TREES) $(FEW))
 	$(call compare,speed,--limit 6 $(FEW))
 	$(call compare,sampling,--temperatures 1 --limit 4 $(DRAWN) $(FEW))
 	$(call compare,concurrency,$(BATCHES) $(SHORT) $(FEW))
-	$(call compare,languages,--batch-sizes 8 training/configs/studies/languages.jsonl)
+	$(call compare,languages,--batch-sizes 8 --max-new-tokens 80 --dtype bfloat16 training/configs/studies/languages.jsonl)
 	$(call compare,long,$(LENGTHS) $(SHORT) $(DATA)/specbench.jsonl)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
