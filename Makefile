@@ -74,7 +74,7 @@ benchmark: setup
 		--max-new-tokens 64 $(DATA)/specbench.jsonl
 	$(call run,ablations,7) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
-# The tables and pictures of docs/study.md: draft methods trained on ANSWERS, half an hour of a core each, and
+# The tables and pictures of docs/study.md: draft methods trained on ANSWERS, three quarters of an hour of a core each,
 # measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
 ANSWERS ?= answers.jsonl
 METHODS := runs/methods

@@ -41,7 +41,7 @@ from .trainer import LiLiCorrTrainer
 
 
 STUDIES = Path(__file__).parent / "configs" / "studies"
-# In a system's folder: which share of its run is over, and a digest of its options.
+# In a system's folder: which share of its run is over, of how many steps or hours, and a digest of its other options.
 SHARE = "share.json"
 # Runs are evaluated, on held-out rows, and saved where their parts end.
 OPTIONS = {
@@ -82,21 +82,27 @@ class Study:
         return [*to_argv(given), *more, "--output_dir", str(self.folder(system))]
 
     def share_done(self, system: str, more: list[str]) -> float:
-        """Of a system's run.
+        """Of a system's run, which may have been a shorter one before.
 
         Raises:
-            `ValueError`: if what lies in its folder was trained with other options.
+            `ValueError`: if what lies in its folder was trained with other options, or for longer.
         """
         record = self.folder(system) / SHARE
         if not record.is_file():
             return 0.0
         done = json.loads(record.read_text(encoding="utf-8"))
-        if done["options"] != digest(self.argv(system, more)):
+        budget, options = split_budget(self.argv(system, more))
+        if done["options"] != digest(options):
             raise ValueError(
                 f"{self.folder(system)} was trained with other options, see `recipe.yaml` there. Give the same again, "
                 "or another `--output_dir`."
             )
-        return done["share"]
+        if done["budget"] > budget:
+            raise ValueError(
+                f"{self.folder(system)} is a run of {done['budget']} steps or hours, more than {budget}. Give as many "
+                "or more, or another `--output_dir`."
+            )
+        return done["share"] * done["budget"] / budget
 
 
 def read_study(name: str, output_dir: Path) -> Study:
@@ -128,9 +134,19 @@ class StopAt(TrainerCallback):
             control.should_training_stop = control.should_save = control.should_evaluate = True
 
 
-def digest(argv: list[str]) -> str:
+def split_budget(argv: list[str]) -> tuple[float, list[str]]:
+    """The hours or steps of a run, and its other options, with the name of the one that is given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max_hours", type=float)
+    parser.add_argument("--max_steps", type=int)
+    given, others = parser.parse_known_args(argv)
+    name, budget = ("max_steps", given.max_steps) if given.max_hours is None else ("max_hours", given.max_hours)
+    return budget, [*others, name]
+
+
+def digest(options: list[str]) -> str:
     # A token may be among them.
-    return hashlib.sha256("\0".join(argv).encode()).hexdigest()
+    return hashlib.sha256("\0".join(options).encode()).hexdigest()
 
 
 def leave_if_killed(study: int) -> None:
@@ -180,7 +196,9 @@ def train_part(argv: list[str], share: float, threads: int, study: int) -> None:
         trainer.add_callback(StopAt(trainer, share, study))
         trainer.train(resume_from_checkpoint=last_checkpoint(folder))
         trainer.save_model()
-    (folder / SHARE).write_text(json.dumps({"share": share, "options": digest(argv)}), encoding="utf-8")
+    budget, options = split_budget(argv)
+    record = {"share": share, "budget": budget, "options": digest(options)}
+    (folder / SHARE).write_text(json.dumps(record), encoding="utf-8")
 
 
 def check_equal_budgets(study: Study, more: list[str]) -> None:
@@ -278,7 +296,8 @@ def study_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lilicorr study",
         description="Trains several systems under equal conditions, in turns, then measures them. Options of "
-        "`lilicorr train` apply to all of them. Stopped, the same command goes on.",
+        "`lilicorr train` apply to all of them. Stopped, the same command goes on; with more `--max_steps` or "
+        "`--max_hours`, it trains them on.",
     )
     add = parser.add_argument
     add("study", help=f"YAML file, or one of {', '.join(sorted(path.stem for path in STUDIES.glob('*.yaml')))}.")

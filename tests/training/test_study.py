@@ -71,6 +71,9 @@ def test_study_trains_in_turns_goes_on_and_measures(study_file, tmp_path):
     for (name, one), other in zip(ours.named_parameters(), straight.parameters(), strict=True):
         assert one.equal(other), name
 
+    study.main([str(study_file), "--parts", "2", "--max_steps", "6", "--page", str(page)])
+    assert [steps(runs / name) for name in ("bare", "whole")] == [6, 6] and "| bare | 6 |" in page.read_text()
+
 
 def test_systems_of_a_killed_study_train_no_further(study_file, tmp_path):
     """Killed where it cannot tell its processes: the same command may go on at once."""
@@ -125,9 +128,15 @@ def test_steps_of_the_command_line_win_over_hours_of_the_study(study_file, tmp_p
 def test_a_folder_trained_with_other_options_is_refused(study_file, tmp_path):
     two = study.read_study(str(study_file), tmp_path)
     two.folder("bare").mkdir()
-    record = {"share": 0.5, "options": study.digest(two.argv("bare", ["--seed", "1"]))}
+    budget, options = study.split_budget(two.argv("bare", ["--seed", "1"]))
+    record = {"share": 0.5, "budget": budget, "options": study.digest(options)}
     (two.folder("bare") / study.SHARE).write_text(json.dumps(record))
     assert two.share_done("bare", ["--seed", "1"]) == 0.5 and two.share_done("whole", []) == 0
+    assert two.share_done("bare", ["--seed", "1", "--max_steps", "5"]) == 0.4
+    with pytest.raises(ValueError, match=r"bare is a run of 4 steps or hours, more than 3"):
+        two.share_done("bare", ["--seed", "1", "--max_steps", "3"])
+    with pytest.raises(ValueError, match=r"bare was trained with other options"):
+        two.share_done("bare", ["--seed", "1", "--max_hours", "5"])
     with pytest.raises(ValueError, match=r"bare was trained with other options.*--output_dir"):
         two.share_done("bare", ["--seed", "2"])
 
