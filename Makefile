@@ -75,7 +75,7 @@ benchmark: setup
 	$(call run,ablations,7) $(addprefix --system ,$(VARIANTS)) $(FEW)
 
 # The tables and pictures of docs/study.md: draft methods trained on ANSWERS, three quarters of an hour of a core each,
-# measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
+# and measured on DATA. Stopped, the same command goes on; what it has lies in runs/methods and runs/study.
 ANSWERS ?= answers.jsonl
 METHODS := runs/methods
 TREES := --system lilicorr-tree:path=$(METHODS)/lilicorr --system ddtree:path=$(METHODS)/dflash

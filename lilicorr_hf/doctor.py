@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ ROPE_BASES = (1e4, 1e5, 5e5, 1e6)
 PROBE = "probe.json"
 # Nats by which recomputed log-probabilities may be off on average: half precision, not another layer or rotation.
 PROBE_NATS = 0.03
+# As chat templates write the day on which they are asked: 26 Jul 2024, 2024-07-26, July 26, 2024.
+DATE = re.compile(r"\d{1,2} [A-Z][a-z]+ \d{4}|\d{4}-\d{2}-\d{2}|[A-Z][a-z]+ \d{1,2}, \d{4}")
 
 
 @dataclass
@@ -259,6 +262,9 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", probe: dict[str, Any]) 
         encode(tokenizer, probe["prompt"], chat, thinking)["input_ids"][0].tolist() for thinking in (False, True)
     )
     trained = probe["ids"][: probe["prompt_length"]]
+    if chat and "strftime_now" in str(tokenizer.chat_template):
+        # The probe is of another day.
+        trained, off, on = (DATE.sub("DATE", str(tokenizer.decode(ids))) for ids in (trained, off, on))
     if trained == off:
         words = "writes chats as the drafter was trained on them"
         return Finding("template", words + ", with `enable_thinking=False` only" * (on != off))
@@ -267,7 +273,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", probe: dict[str, Any]) 
             "reasoning mode: the drafter was trained on chats that this tokenizer writes with `enable_thinking=True`"
         )
     else:
-        there, here = tokenizer.decode(trained), tokenizer.decode(off)
+        there, here = (ids if isinstance(ids, str) else tokenizer.decode(ids) for ids in (trained, off))
         words = f"template mismatch: the drafter was trained on chats like {there!r}, this tokenizer writes {here!r}"
     return Finding("template", words, fault=True)
 

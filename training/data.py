@@ -7,7 +7,7 @@ Shapes: `b` rows, `T` tokens of the longest row, `N` blocks of the row with most
 import itertools
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,11 @@ class Example:
 
 
 def read_examples(
-    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, max_length: int, block_size: int
+    rows: Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    block_size: int,
+    end_ids: Sequence[int] = (),
 ) -> list[Example]:
     """Examples of rows with `prompt_ids` and `response_ids`, `messages`, `prompt` and `completion`, or ShareGPT's
     `conversations`; those without room for a single block are left out.
@@ -60,6 +64,7 @@ def read_examples(
         tokenizer (`PreTrainedTokenizerBase`): of the target; not needed for token ids.
         max_length (`int`): tokens kept of each row, from its start.
         block_size (`int`): of the drafter; no block starts where truncation would cut supervised slots off it.
+        end_ids (sequence of `int`): tokens that end an answer of the target, beside the tokenizer's own.
 
     Raises:
         `ValueError`: for a row of no known format, or if nothing in any row would be trained on.
@@ -67,7 +72,7 @@ def read_examples(
     examples = [
         example.truncated(max_length, block_size)
         for number, row in enumerate(rows, 1)
-        for example in parse(row, tokenizer, number)
+        for example in parse(row, tokenizer, number, end_ids)
     ]
     usable = [example for example in examples if example.anchors]
     if not usable:
@@ -89,7 +94,9 @@ def split_held_out(examples: Iterable[Example], share: float) -> tuple[list[Exam
     return kept, held_out
 
 
-def parse(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[Example]:
+def parse(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, number: int, end_ids: Sequence[int]
+) -> list[Example]:
     """The examples of one row; several where the template renders earlier turns differently later on."""
     if "prompt_ids" in row and "response_ids" in row:
         prompt, response = list(row["prompt_ids"]), list(row["response_ids"])
@@ -102,7 +109,7 @@ def parse(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, number
         )
     if tokenizer is None:
         raise ValueError(f"Row {number} is text; give the target's tokenizer to read it.")
-    return supervise(messages, tokenizer)
+    return supervise(messages, tokenizer, {tokenizer.eos_token_id, *end_ids})
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]] | None:
@@ -119,7 +126,9 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]] | None:
     return None
 
 
-def supervise(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def supervise(
+    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int | None]
+) -> list[Example]:
     """Token ids of a chat with every assistant turn supervised, from its first token to its end token.
 
     The mask is derived by rendering: an answer is what the template adds to the prompt that serving would have sent,
@@ -140,7 +149,7 @@ def supervise(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizer
                 "The chat template does not render an answer behind its own generation prompt, so what the target "
                 f"wrote cannot be told apart. Prompt: {tokenizer.decode(prompt)[-60:]!r}."
             )
-        answer = cut_after_end(whole[len(prompt) :], tokenizer)
+        answer = cut_after_end(whole[len(prompt) :], end_ids)
         check_decodes(answer, message["content"], tokenizer)
         previous = examples[-1] if examples else None
         if previous is None or prompt[: len(previous.input_ids)] != previous.input_ids:
@@ -152,11 +161,10 @@ def supervise(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizer
     return examples
 
 
-def cut_after_end(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def cut_after_end(answer: list[int], end_ids: Collection[int | None]) -> list[int]:
     """The answer up to its end token; what a template puts behind that was not written by the target."""
-    if tokenizer.eos_token_id in answer:
-        return answer[: answer.index(tokenizer.eos_token_id) + 1]
-    return answer
+    length = next((place for place, token in enumerate(answer, 1) if token in end_ids), len(answer))
+    return answer[:length]
 
 
 def check_decodes(answer: list[int], content: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -166,18 +166,28 @@ def recover(output: Path, conversations: Iterable[Conversation]) -> set[str]:
     plain file, the rows of a last conversation that lacks some of its turns.
 
     Raises:
-        ValueError: the file is damaged elsewhere than at its end.
+        ValueError: the file is damaged elsewhere than at its end, or the row of one of these conversations answers
+            another question.
     """
+    asked = {row_id: conversation for conversation in conversations for row_id in conversation.row_ids}
     found: list[tuple[int, list[str]]] = [(0, [])]  # (end offset, ids) of each piece
+    foreign = None
     try:
         with output.open("rb") as file:
             for end, text in complete_pieces(file, output.suffix == ".gz"):
-                found.append((end, [str(json.loads(line)["id"]) for line in text.splitlines()]))
+                rows = [json.loads(line) for line in text.splitlines()]
+                found.append((end, [str(row["id"]) for row in rows]))
+                strangers = (row["id"] for row in rows if not answers(row, asked.get(row["id"])))
+                foreign = next(strangers, None) if foreign is None else foreign
     except (zlib.error, ValueError, KeyError) as error:
         raise ValueError(f"{output} is damaged after byte {found[-1][0]}: {error}") from error
+    if foreign is not None:
+        raise ValueError(
+            f"{output} has an answer to another question as {foreign!r}: it was made from another dataset; choose "
+            "another output, or give rows an `id` of their own"
+        )
     if output.suffix != ".gz" and len(found) > 1:
-        family = {row_id: conversation.row_ids for conversation in conversations for row_id in conversation.row_ids}
-        last = family.get(found[-1][1][0], found[-1][1])
+        last = asked[found[-1][1][0]].row_ids if found[-1][1][0] in asked else found[-1][1]
         if found[-1][1][0] != last[-1]:
             while found[-1][1] and found[-1][1][0] in last:
                 found.pop()
@@ -185,6 +195,14 @@ def recover(output: Path, conversations: Iterable[Conversation]) -> set[str]:
         logger.warning(f"{output}: dropped an unfinished write after byte {found[-1][0]}")
         os.truncate(output, found[-1][0])
     return {row_id for _, ids in found for row_id in ids}
+
+
+def answers(row: Row, conversation: Conversation | None) -> bool:
+    """Whether an output row is of that conversation, as far as one is asked for under its id."""
+    if conversation is None:
+        return True
+    opening = list(conversation.turns[0])
+    return row["messages"][: len(opening)] == opening
 
 
 def append_rows(file: BinaryIO, rows: Sequence[Row], gzipped: bool) -> None:

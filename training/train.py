@@ -21,6 +21,7 @@ from lilicorr_hf.modeling.modeling_lilicorr import LiLiCorrDraftModel
 from lilicorr_hf.pairs import load_target, resolve_assistant
 
 from .arguments import DataArguments, LiLiCorrTrainingArguments, ModelArguments
+from .cohorts import end_tokens
 from .conversations import read_rows
 from .data import BlockDataset, read_examples, split_held_out
 from .memory import keep_freed_memory
@@ -196,7 +197,8 @@ def new_trainer(
     model, new = load_model(model_args, target)
     train_rows = {file: read_files([file]) for file in data_args.train_files}
     all_rows = itertools.chain.from_iterable(train_rows.values())
-    examples = read_examples(all_rows, tokenizer, data_args.max_length, model.config.block_size)
+    ends = end_tokens(target.generation_config, tokenizer, model_args.target)
+    examples = read_examples(all_rows, tokenizer, data_args.max_length, model.config.block_size, ends)
     examples, held_out = split_held_out(examples, data_args.held_out)
     if model_args.warm_start:
         warm_start(model, new, target, torch.tensor([examples[0].input_ids]))

@@ -127,6 +127,17 @@ def test_reasoning_mode(smollm2):
     assert found[1].fault and "reasoning mode" in found[1].words
 
 
+def test_a_template_that_writes_the_day_of_another_day(smollm2):
+    tokenizer = copy.deepcopy(smollm2[1])
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "Today: 26 Jul 2024\n" + plain
+    ids = encode(tokenizer, "Hi")["input_ids"][0].tolist()
+    probe = {"prompt": "Hi", "ids": ids, "prompt_length": len(ids)}
+    for words, fault in (("Today", False), ("Now", True)):
+        tokenizer.chat_template = words + ": {{ strftime_now('%d %b %Y') }}\n" + plain
+        assert check_template(tokenizer, probe).fault == fault
+
+
 def test_ties_of_half_precision_are_no_fault(smollm2, answers, monkeypatch):
     """Text that parts where the two best tokens are closer than the dtype can tell."""
     for gap, fault in ((0.1, False), (2.0, True)):

@@ -52,6 +52,17 @@ def test_template_that_rewrites_earlier_turns_gives_one_example_a_turn(tokenizer
     )
 
 
+def test_nothing_behind_the_end_token_of_the_target_is_supervised(tokenizer):
+    """Gemma's turns end with a token that is not the tokenizer's own, and its template adds a line break."""
+    tokenizer.eos_token = "<unk>"
+    tokenizer.chat_template = CHATML.replace("</s>", "</s> system")
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    (example,) = read_examples([{"messages": CHAT}], tokenizer, 100, 4, [end])
+    assert supervised(example, tokenizer) == "Hi there </s> Hello </s>"
+    with pytest.raises(ValueError, match="Hi there system"):
+        read_examples([{"messages": CHAT}], tokenizer, 100, 4)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -114,6 +114,19 @@ def test_other_settings_are_refused(model, tokenizer, prompts):
         regenerate(args, model, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_another_dataset_is_not_mixed_into_an_output(name, model, tokenizer, prompts, tmp_path):
+    """Rows without an id are counted, and would be taken for those of the first dataset."""
+    for dataset, text in (("one", "w1 w2"), ("two", "w3")):
+        (tmp_path / f"{dataset}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+    output = str(tmp_path / name)
+    regenerate(arguments(tmp_path / "one.jsonl", output=output), model, tokenizer)
+    before = Path(output).read_bytes()
+    with pytest.raises(ValueError, match="answer to another question as '0'.*another dataset"):
+        regenerate(arguments(tmp_path / "two.jsonl", output=output), model, tokenizer)
+    assert Path(output).read_bytes() == before
+
+
 def test_a_target_without_chat_template_is_refused(model, tokenizer, prompts):
     tokenizer.chat_template = None
     try:
