@@ -81,6 +81,7 @@ METHODS := runs/methods
 TREES := --system lilicorr-tree:path=$(METHODS)/lilicorr --system ddtree:path=$(METHODS)/dflash
 DRAWN := --system checkpoint:path=$(METHODS)/dspark,sampled_walk=true
 BATCHES := --batch-sizes 1,4,16 --limit 16
+UNSEEN := $(addprefix training/configs/studies/,languages.jsonl law.jsonl)
 LENGTHS := --lengths 512,2048 --limit 6
 SHORT := --full-length --max-new-tokens 64
 compare = $(BIN)/lilicorr study methods --output_dir $(METHODS) --train_files $(ANSWERS) --parts 3 --jobs 2 \
@@ -90,7 +91,7 @@ study: setup
 	$(call compare,speed,--limit 6 $(FEW))
 	$(call compare,sampling,--temperatures 1 --limit 4 $(DRAWN) $(FEW))
 	$(call compare,concurrency,$(BATCHES) $(SHORT) $(FEW))
-	$(call compare,languages,--batch-sizes 8 --max-new-tokens 80 --dtype bfloat16 training/configs/studies/languages.jsonl)
+	$(call compare,unseen,--batch-sizes 8 --max-new-tokens 80 --dtype bfloat16 $(UNSEEN))
 	$(call compare,long,$(LENGTHS) $(SHORT) $(DATA)/specbench.jsonl)
 
 # N random combinations of targets, drafters and arguments: assisted tokens against plain ones.
