@@ -231,7 +231,7 @@ def report(results: ResultFile, subject: dict[str, Any], output: Path | None, pa
     output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     text = "\n".join([session_note(provenance) + "\n", *(table.markdown() for table in found)])
     output.with_suffix(".md").write_text(text, encoding="utf-8")
-    stem = output.with_suffix("") if page is None else page.parent / "images" / f"bench-{output.stem}"
+    stem = output.with_suffix("") if page is None else page.parent / "images" / f"{page.stem}-{output.stem}"
     pictures = draw(summaries, stem)
     if page is not None:
         links = "".join(f"\n![{path.stem}]({os.path.relpath(path, page.parent)})\n" for path in pictures)
