@@ -90,7 +90,7 @@ study: setup
 	$(call compare,taus,--limit 20 --batch-sizes 10 --max-new-tokens 80 --dtype bfloat16 $(TREES) $(FEW))
 	$(call compare,speed,--limit 6 $(FEW))
 	$(call compare,sampling,--temperatures 1 --seeds 42 --limit 4 $(DRAWN) $(FEW))
-	$(call compare,concurrency,$(BATCHES) $(SHORT) $(DATA)/specbench.jsonl)
+	$(call compare,concurrency,$(BATCHES) --dtype bfloat16 $(SHORT) $(DATA)/specbench.jsonl)
 	$(call compare,unseen,--batch-sizes 8 --max-new-tokens 80 --dtype bfloat16 $(UNSEEN))
 	$(call compare,long,$(LENGTHS) $(SHORT) $(DATA)/specbench.jsonl)
 

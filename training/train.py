@@ -180,6 +180,25 @@ def eval_prompts(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> lis
     return [encode(tokenizer, chat)["input_ids"] for chat in chats]
 
 
+def check_evaluation(data: DataArguments, args: LiLiCorrTrainingArguments) -> None:
+    """Whether the best checkpoint can be told.
+
+    Raises:
+        `ValueError`: if there is nothing to measure `metric_for_best_model` on.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    if metric.removeprefix("eval_") == "tau":
+        if not (data.eval_files and data.eval_prompts):
+            raise ValueError(
+                "The best checkpoint is chosen by tau, and there are no prompts to run `generate` on. Give "
+                "--eval_files FILE, or --metric_for_best_model selected_prefix, which is of the rows held out."
+            )
+    elif not data.held_out:
+        raise ValueError(f"The best checkpoint is chosen by {metric} on rows held out. Give --held_out, 0.02 say.")
+
+
 def new_trainer(
     model_args: ModelArguments,
     data_args: DataArguments,
@@ -192,6 +211,7 @@ def new_trainer(
         model_args ([`ModelArguments`]), data_args ([`DataArguments`]), args ([`LiLiCorrTrainingArguments`]).
         command (`str`): that started it, for its card.
     """
+    check_evaluation(data_args, args)
     set_seed(args.seed)
     target, tokenizer = load_target(model_args.target, dtype=model_args.target_dtype)
     model, new = load_model(model_args, target)

@@ -289,7 +289,7 @@ class LiLiCorrTrainer(PublishingTrainer):
                     max_new_tokens=self.eval_max_new_tokens,
                     do_sample=False,
                 )
-        metrics = {f"{metric_key_prefix}_tau": recording.tau}
+        metrics = {f"{metric_key_prefix}_tau": recording.tau} if prompts else {}
         if self.held_out is not None:
             found = self.evaluate_blocks(self.held_out)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Pictures of a run: bars of speed-up by dataset, curves over batch size and over input length."""
+"""Pictures of a run: acceptance length and speed-up by dataset, speed-up over batch size and over input length."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,16 @@ from typing import Any
 
 from .statistics import Summary
 from .systems import PLAIN
+
+
+TAU, SPEED = ("tau", "acceptance length"), ("speedup", "speed-up over plain decoding")
+# A file's name, what is along its axis, and what it shows of that.
+PICTURES = (
+    ("tau", "dataset", "", *TAU),
+    ("dataset", "dataset", "", *SPEED),
+    ("batch", "batch", "sequences at a time", *SPEED),
+    ("length", "length", "input tokens", *SPEED),
+)
 
 
 def draw(summaries: list[Summary], stem: Path) -> list[Path]:
@@ -31,20 +41,20 @@ def draw(summaries: list[Summary], stem: Path) -> list[Path]:
     whole = [s for s in summaries if s["category"] is None and s["system"] != PLAIN]
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = []
-    for name, xlabel in (("dataset", ""), ("batch", "sequences at a time"), ("length", "input tokens")):
-        if len({summary[name] for summary in whole}) < 2 and name != "dataset":
+    for kind, x, xlabel, y, ylabel in PICTURES:
+        if len({summary[x] for summary in whole}) < 2 and x != "dataset":
             continue
-        panels = panels_of(whole, name)
+        panels = panels_of(whole, x)
         figure, axes = plt.subplots(
-            len(panels), 1, figsize=(9, 3.4 * len(panels)), squeeze=False, layout="constrained"
+            len(panels), 1, figsize=(10, 3.4 * len(panels)), squeeze=False, layout="constrained"
         )
         for axis, (title, chosen) in zip(axes.flat, panels.items(), strict=True):
-            (bars if name == "dataset" else curves)(axis, chosen, name)
+            (bars if x == "dataset" else curves)(axis, chosen, x, y)
             axis.axhline(1, color="0.3", linewidth=1)
-            axis.set(title=title, ylabel="speed-up", xlabel=xlabel)
+            axis.set(title=title, ylabel=ylabel, xlabel=xlabel)
             axis.grid(alpha=0.3, axis="y")
-            axis.legend(fontsize="small", ncols=3)
-        files.append(stem.with_name(f"{stem.name}-{name}.png"))
+            axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        files.append(stem.with_name(f"{stem.name}-{kind}.png"))
         figure.savefig(files[-1], dpi=130)
         plt.close(figure)
     return files
@@ -63,7 +73,7 @@ def panels_of(summaries: list[Summary], x: str) -> dict[str, list[Summary]]:
     }
     panels: dict[str, list[Summary]] = {}
     for summary in summaries:
-        title = ", ".join(words[name](summary[name]) for name in told) or "speed-up over plain decoding"
+        title = ", ".join(words[name](summary[name]) for name in told)
         panels.setdefault(title, []).append(summary)
     return panels
 
@@ -75,30 +85,27 @@ def by_system(summaries: list[Summary]) -> dict[str, list[Summary]]:
     return found
 
 
-def errors(summaries: list[Summary]) -> list[list[float]]:
-    """Distances from the median to the ends of its confidence interval, `[2, n]`."""
-    return [
-        [s["speedup"] - s["speedup_low"] for s in summaries],
-        [s["speedup_high"] - s["speedup"] for s in summaries],
-    ]
+def errors(summaries: list[Summary], y: str) -> list[list[float]]:
+    """Distances from a value to the ends of its confidence interval, `[2, n]`."""
+    return [[s[y] - s[f"{y}_low"] for s in summaries], [s[f"{y}_high"] - s[y] for s in summaries]]
 
 
-def bars(axis: Any, summaries: list[Summary], x: str) -> None:
+def bars(axis: Any, summaries: list[Summary], x: str, y: str) -> None:
     groups = list(dict.fromkeys(summary[x] for summary in summaries))
     systems = by_system(summaries)
     width = 0.8 / len(systems)
     for i, (system, found) in enumerate(systems.items()):
         places = [groups.index(summary[x]) + (i - (len(systems) - 1) / 2) * width for summary in found]
-        heights = [summary["speedup"] for summary in found]
-        axis.bar(places, heights, width, yerr=errors(found), label=system, error_kw={"linewidth": 0.8})
+        heights = [summary[y] for summary in found]
+        axis.bar(places, heights, width, yerr=errors(found, y), label=system, error_kw={"linewidth": 0.8})
     axis.set_xticks(range(len(groups)), groups)
 
 
-def curves(axis: Any, summaries: list[Summary], x: str) -> None:
+def curves(axis: Any, summaries: list[Summary], x: str, y: str) -> None:
     for system, found in by_system(summaries).items():
         found = sorted(found, key=lambda summary: summary[x])
-        places, heights = [summary[x] for summary in found], [summary["speedup"] for summary in found]
-        axis.errorbar(places, heights, yerr=errors(found), label=system, marker=".", capsize=2)
+        places, heights = [summary[x] for summary in found], [summary[y] for summary in found]
+        axis.errorbar(places, heights, yerr=errors(found, y), label=system, marker=".", capsize=2)
     axis.set_xscale("log", base=2)
     places = sorted({summary[x] for summary in summaries})
     axis.set_xticks(places, [str(place) for place in places])

@@ -79,7 +79,7 @@ def test_run_writes_tables_pictures_and_a_page(pair, prompts, tmp_path):
     assert str(tmp_path) not in json.dumps(numbers["provenance"]) and str(pair) not in output.read_text()
     assert session["versions"]["transformers"] and session["hardware"] and session["data"].keys() == {"words"}
     pictures = {path.name for path in (tmp_path / "images").iterdir()}
-    assert pictures == {"page-numbers-dataset.png", "page-numbers-batch.png"}
+    assert pictures == {"page-numbers-tau.png", "page-numbers-dataset.png", "page-numbers-batch.png"}
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
     assert "| words | 1 |" in text and "(images/page-numbers-dataset.png)" in text

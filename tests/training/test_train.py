@@ -6,7 +6,7 @@ from tiny import tiny_assistant, tiny_target
 
 from lilicorr_hf import DFlashModel
 from lilicorr_hf.training import options
-from lilicorr_hf.training.train import load_model, parse_arguments
+from lilicorr_hf.training.train import load_model, new_trainer, parse_arguments
 
 
 def load(*argv):
@@ -59,6 +59,20 @@ def test_what_contradicts_itself_is_refused(checkpoint, tmp_path):
     tiny_assistant(0, DFlashModel).save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"missing tensors.*lilicorr.*--drafter"):
         load("--assistant", tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "options, missing",
+    [
+        (["--metric_for_best_model", "tau"], "--eval_files"),
+        (["--metric_for_best_model", "tau", "--eval_files", "some.jsonl", "--eval_prompts", "0"], "--eval_files"),
+        (["--metric_for_best_model", "selected_prefix", "--eval_files", "some.jsonl"], "--held_out"),
+    ],
+)
+def test_a_best_checkpoint_needs_something_to_be_best_at(options, missing):
+    arguments = parse_arguments(["--output_dir", "unused", "--eval_strategy", "steps", *options])
+    with pytest.raises(ValueError, match=missing):
+        new_trainer(*arguments)
 
 
 @pytest.mark.parametrize("instructions", [False, True])
